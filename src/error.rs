@@ -1,0 +1,461 @@
+//! The one error type: why a request failed, how far it got, and what is known of its delivery.
+//!
+//! Made on the wire and in the pool, read by the retry layer and by users. It never says more than
+//! the evidence: an [`Error`] without evidence has [`Delivery::Unknown`].
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::Duration;
+
+use crate::delivery::Delivery;
+use crate::origin::Origin;
+use crate::stats::{Refusal, RetryLedger};
+use crate::timings::ConnectionFacts;
+
+/// Any error that may cross a thread.
+pub type BoxError = Box<dyn StdError + Send + Sync>;
+
+/// What went wrong.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The request cannot be sent as it is: no host, an unknown scheme, two idempotency keys, `CONNECT`.
+    InvalidRequest,
+    /// The host name could not be resolved.
+    Resolve,
+    /// No address of the origin accepted the connection.
+    Connect,
+    /// Resolution, connect and handshake together took longer than the connect timeout.
+    ConnectTimeout,
+    /// The TLS handshake failed, or TLS is not available.
+    Tls,
+    /// The server's certificate, or ours, was refused. Trying again does not help.
+    Certificate,
+    /// The connection was closed or reset before a complete response head. One kind, however the
+    /// failure surfaced: end of stream, reset, broken pipe, TLS truncation.
+    ConnectionClosed,
+    /// What arrived is not an HTTP response, or one that must not be trusted.
+    Protocol,
+    /// The caller's request body returned an error.
+    RequestBody,
+    /// The response body ended early or broke.
+    ResponseBody,
+    /// The retry policy's deadline passed.
+    Deadline,
+    /// A service below the retry layer returned an error that idempool knows nothing about.
+    Service,
+}
+
+impl ErrorKind {
+    /// The name used in logs (OpenTelemetry's `error.type`).
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ErrorKind::InvalidRequest => "invalid_request",
+            ErrorKind::Resolve => "resolve",
+            ErrorKind::Connect => "connect",
+            ErrorKind::ConnectTimeout => "connect_timeout",
+            ErrorKind::Tls => "tls",
+            ErrorKind::Certificate => "certificate",
+            ErrorKind::ConnectionClosed => "connection_closed",
+            ErrorKind::Protocol => "protocol",
+            ErrorKind::RequestBody => "request_body",
+            ErrorKind::ResponseBody => "response_body",
+            ErrorKind::Deadline => "deadline",
+            ErrorKind::Service => "service",
+        }
+    }
+
+    fn sentence(self) -> &'static str {
+        match self {
+            ErrorKind::InvalidRequest => "the request cannot be sent",
+            ErrorKind::Resolve => "the host name could not be resolved",
+            ErrorKind::Connect => "no address accepted the connection",
+            ErrorKind::ConnectTimeout => "connecting took too long",
+            ErrorKind::Tls => "the TLS handshake failed",
+            ErrorKind::Certificate => "a certificate was refused",
+            ErrorKind::ConnectionClosed => "the connection closed before a response",
+            ErrorKind::Protocol => "the response is not valid HTTP",
+            ErrorKind::RequestBody => "the request body failed",
+            ErrorKind::ResponseBody => "the response body ended early",
+            ErrorKind::Deadline => "the deadline passed",
+            ErrorKind::Service => "the inner service failed",
+        }
+    }
+}
+
+impl fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// How far the request had got.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[non_exhaustive]
+pub enum Phase {
+    /// Before any I/O.
+    Prepare,
+    /// Resolving the host name.
+    Resolve,
+    /// Connecting over TCP.
+    Connect,
+    /// In the TLS handshake.
+    Handshake,
+    /// Writing the request: its body was not handed over completely.
+    Send,
+    /// Waiting for the response head, the whole request handed over.
+    ResponseHead,
+    /// Reading the response body.
+    ResponseBody,
+    /// Between two attempts.
+    Backoff,
+    /// Nothing is known: the error is not idempool's own.
+    Unknown,
+}
+
+impl Phase {
+    /// The name used in logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Phase::Prepare => "prepare",
+            Phase::Resolve => "resolve",
+            Phase::Connect => "connect",
+            Phase::Handshake => "handshake",
+            Phase::Send => "send",
+            Phase::ResponseHead => "response_head",
+            Phase::ResponseBody => "response_body",
+            Phase::Backoff => "backoff",
+            Phase::Unknown => "unknown",
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Why a request failed, and how far it can have got.
+///
+/// Ask [`delivery`](Error::delivery) before sending anything again by hand. `Display` prints this level
+/// only, in one line for a log; walk `source` for the cause. Neither the wording nor the types in the
+/// source chain are part of the API.
+pub struct Error(Box<Inner>);
+
+struct Inner {
+    kind: ErrorKind,
+    delivery: Delivery,
+    phase: Phase,
+    bytes_taken: u64,
+    response_started: bool,
+    connection: Option<ConnectionFacts>,
+    origin: Option<Origin>,
+    resends: u32,
+    refusal: Option<Refusal>,
+    ledger: Option<RetryLedger>,
+    source: Option<BoxError>,
+}
+
+impl Error {
+    /// Nothing is claimed but the kind: the delivery is `Unknown` until evidence says otherwise.
+    pub(crate) fn new(kind: ErrorKind, phase: Phase) -> Self {
+        Error(Box::new(Inner {
+            kind,
+            delivery: Delivery::Unknown,
+            phase,
+            bytes_taken: 0,
+            response_started: false,
+            connection: None,
+            origin: None,
+            resends: 0,
+            refusal: None,
+            ledger: None,
+            source: None,
+        }))
+    }
+
+    /// An error of the time before any connection was there: nothing was sent.
+    pub(crate) fn before_sending(kind: ErrorKind, phase: Phase) -> Self {
+        Error::new(kind, phase).with_delivery(Delivery::NotSent)
+    }
+
+    pub(crate) fn invalid(reason: impl Into<BoxError>) -> Self {
+        Error::before_sending(ErrorKind::InvalidRequest, Phase::Prepare).with_source(reason)
+    }
+
+    /// Takes an error of some service: one of ours keeps all it knows, any other is `Unknown`.
+    ///
+    /// Only an error that *is* ours is believed, never one that merely has ours as its source: what
+    /// wraps it may have sent the request more than once.
+    pub(crate) fn from_service(error: BoxError) -> Self {
+        match error.downcast::<Error>() {
+            Ok(own) => *own,
+            Err(foreign) => Error::new(ErrorKind::Service, Phase::Unknown).with_source(foreign),
+        }
+    }
+
+    pub(crate) fn with_delivery(mut self, delivery: Delivery) -> Self {
+        self.0.delivery = delivery;
+        self
+    }
+
+    pub(crate) fn with_source(mut self, source: impl Into<BoxError>) -> Self {
+        self.0.source = Some(source.into());
+        self
+    }
+
+    pub(crate) fn with_bytes_taken(mut self, bytes: u64) -> Self {
+        self.0.bytes_taken = bytes;
+        self
+    }
+
+    pub(crate) fn with_response_started(mut self, started: bool) -> Self {
+        self.0.response_started = started;
+        self
+    }
+
+    pub(crate) fn with_connection(mut self, connection: ConnectionFacts) -> Self {
+        self.0.connection = Some(connection);
+        self
+    }
+
+    pub(crate) fn with_origin(mut self, origin: &Origin) -> Self {
+        self.0.origin = Some(origin.clone());
+        self
+    }
+
+    pub(crate) fn with_ledger(mut self, ledger: RetryLedger) -> Self {
+        self.0.ledger = Some(ledger);
+        self
+    }
+
+    pub(crate) fn with_resends(mut self, resends: u32) -> Self {
+        self.0.resends = resends;
+        self
+    }
+
+    pub(crate) fn with_refusal(mut self, refusal: Refusal) -> Self {
+        self.0.refusal = Some(refusal);
+        self
+    }
+
+    pub(crate) fn ledger(&self) -> Option<&RetryLedger> {
+        self.0.ledger.as_ref()
+    }
+
+    /// What went wrong.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// What is known of the request's delivery.
+    pub fn delivery(&self) -> Delivery {
+        self.0.delivery
+    }
+
+    /// How far the request had got.
+    pub fn phase(&self) -> Phase {
+        self.0.phase
+    }
+
+    /// How many bytes of the request the kernel took, counted below TLS (so with its framing).
+    ///
+    /// Taken is not received: the bytes may never have left this machine. Zero is proof that nothing
+    /// was sent, any other number proves nothing.
+    pub fn bytes_taken(&self) -> u64 {
+        self.0.bytes_taken
+    }
+
+    /// Whether at least one byte of the response arrived.
+    pub fn response_started(&self) -> bool {
+        self.0.response_started
+    }
+
+    /// The connection the request was on; `None` if it never got one, or if the error is not the
+    /// pool's own.
+    pub fn connection(&self) -> Option<&ConnectionFacts> {
+        self.0.connection.as_ref()
+    }
+
+    /// Whether the connection had carried a request before. `None` if there was no connection.
+    pub fn is_reused(&self) -> Option<bool> {
+        self.connection().map(ConnectionFacts::is_reused)
+    }
+
+    /// How long the connection had been idle before it was reused.
+    pub fn idle_age(&self) -> Option<Duration> {
+        self.connection().and_then(ConnectionFacts::idle_age)
+    }
+
+    /// Where the request was going.
+    pub fn origin(&self) -> Option<&Origin> {
+        self.0.origin.as_ref()
+    }
+
+    /// How often a retry layer had sent the request again before this error.
+    pub fn resends(&self) -> u32 {
+        self.0.resends
+    }
+
+    /// Why a retry layer did not send the request again. `None` if none was asked, or if there was
+    /// nothing to decide.
+    pub fn refusal(&self) -> Option<Refusal> {
+        self.0.refusal
+    }
+
+    /// Whether the server may have acted on the request: `false` only where the evidence rules it out.
+    pub fn may_have_been_processed(&self) -> bool {
+        !self.delivery().is_proof_of_no_effect()
+    }
+
+    /// Whether no connection could be made: resolution, connect, handshake or their timeout.
+    pub fn is_connect(&self) -> bool {
+        matches!(
+            self.kind(),
+            ErrorKind::Resolve
+                | ErrorKind::Connect
+                | ErrorKind::ConnectTimeout
+                | ErrorKind::Tls
+                | ErrorKind::Certificate
+        )
+    }
+
+    /// Whether a time limit was the cause.
+    pub fn is_timeout(&self) -> bool {
+        matches!(self.kind(), ErrorKind::ConnectTimeout | ErrorKind::Deadline)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind().sentence())?;
+        if let Some(origin) = self.origin() {
+            write!(f, " ({origin})")?;
+        }
+        if let Some(connection) = self.connection() {
+            write!(f, ": {} bytes taken on ", self.bytes_taken())?;
+            match connection.idle_age() {
+                Some(idle) => write!(
+                    f,
+                    "a reused connection ({} served, idle {idle:.1?})",
+                    connection.requests_served()
+                )?,
+                None => f.write_str("a fresh connection")?,
+            }
+        }
+        write!(f, "; delivery {}", self.delivery())?;
+        if self.resends() > 0 {
+            write!(f, " after {} resends", self.resends())?;
+        }
+        if let Some(refusal) = self.refusal() {
+            write!(f, "; not sent again: {refusal}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("Error");
+        debug
+            .field("kind", &self.kind())
+            .field("delivery", &self.delivery())
+            .field("phase", &self.phase())
+            .field("bytes_taken", &self.bytes_taken());
+        if let Some(origin) = self.origin() {
+            debug.field("origin", origin);
+        }
+        if let Some(connection) = self.connection() {
+            debug.field("connection", connection);
+        }
+        if self.resends() > 0 {
+            debug.field("resends", &self.resends());
+        }
+        if let Some(refusal) = self.refusal() {
+            debug.field("refusal", &refusal);
+        }
+        if let Some(source) = &self.0.source {
+            debug.field("source", source);
+        }
+        debug.finish_non_exhaustive()
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|source| source as _)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_without_evidence_is_unknown() {
+        let error = Error::new(ErrorKind::ConnectionClosed, Phase::ResponseHead);
+        assert_eq!(error.delivery(), Delivery::Unknown);
+        assert!(error.may_have_been_processed());
+    }
+
+    #[test]
+    fn a_foreign_error_is_unknown_and_keeps_its_cause() {
+        let error = Error::from_service("boom".into());
+        assert_eq!(error.kind(), ErrorKind::Service);
+        assert_eq!(error.delivery(), Delivery::Unknown);
+        assert_eq!(
+            error.source().map(ToString::to_string).as_deref(),
+            Some("boom")
+        );
+    }
+
+    #[test]
+    fn an_error_of_ours_comes_back_out_of_a_box_as_it_was() {
+        let boxed: BoxError = Box::new(Error::before_sending(ErrorKind::Connect, Phase::Connect));
+        let error = Error::from_service(boxed);
+        assert_eq!(
+            (error.kind(), error.delivery()),
+            (ErrorKind::Connect, Delivery::NotSent)
+        );
+    }
+
+    #[test]
+    fn an_error_of_ours_inside_another_one_is_not_believed() {
+        #[derive(Debug)]
+        struct Wrapped(Error);
+        impl fmt::Display for Wrapped {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("wrapped")
+            }
+        }
+        impl StdError for Wrapped {
+            fn source(&self) -> Option<&(dyn StdError + 'static)> {
+                Some(&self.0)
+            }
+        }
+        let inner = Error::before_sending(ErrorKind::Connect, Phase::Connect);
+        let error = Error::from_service(Box::new(Wrapped(inner)));
+        assert_eq!(error.delivery(), Delivery::Unknown);
+    }
+
+    #[test]
+    fn display_is_one_line_that_says_what_happened() {
+        let error = Error::new(ErrorKind::ConnectionClosed, Phase::ResponseHead)
+            .with_bytes_taken(183)
+            .with_connection(ConnectionFacts {
+                id: 7,
+                peer: None,
+                served: 3,
+                idle: Some(Duration::from_secs(2)),
+                dial: Default::default(),
+                handshake: None,
+            })
+            .with_refusal(Refusal::MethodNotIdempotent);
+        assert_eq!(
+            error.to_string(),
+            "the connection closed before a response: 183 bytes taken on a reused connection \
+             (3 served, idle 2.0s); delivery unknown; not sent again: method_not_idempotent"
+        );
+    }
+}
