@@ -4,11 +4,17 @@ mod clock;
 mod delivery;
 mod error;
 mod origin;
+mod pool;
+mod rules;
 mod stats;
 mod timings;
+mod wire;
 
 pub use delivery::{Delivery, FreshConnection, ResendCount, TreatAsIdempotent};
 pub use error::{BoxError, Error, ErrorKind, Phase};
 pub use origin::Origin;
+pub use pool::body::ResponseBody;
+pub use pool::builder::Builder;
+pub use pool::service::{Pool, ResponseFuture};
 pub use stats::{ByReason, CloseReason, Refusal, RetryReason, Stats};
 pub use timings::{ConnectionFacts, DialTimings, Handshake, Timings};

@@ -182,6 +182,16 @@ impl Counters {
         counter.fetch_add(1, Relaxed);
     }
 
+    /// One more connection is established. `resumed` tells how its session came about, with TLS.
+    pub(crate) fn opened(&self, resumed: Option<bool>) {
+        Self::add(&self.opened);
+        match resumed {
+            Some(false) => Self::add(&self.tls_full),
+            Some(true) => Self::add(&self.tls_resumed),
+            None => {}
+        }
+    }
+
     /// One more request was answered over a connection that was already open. `round_trips` and `time`
     /// are what opening one costs at this origin, `secure` whether that includes a handshake.
     pub(crate) fn saved(&self, round_trips: u32, time: Duration, secure: bool) {

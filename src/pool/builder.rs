@@ -1,0 +1,228 @@
+//! The options of a pool, each with its default and the reason for it.
+
+use std::time::Duration;
+
+use http::uri::Scheme;
+
+use crate::pool::service::Pool;
+use crate::wire::dial::Dialer;
+use crate::wire::socket::SocketOptions;
+use crate::wire::tls::TlsClient;
+
+/// What the pool itself needs of its options; the rest is the dialer's.
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    pub(crate) idle_timeout: Option<Duration>,
+    pub(crate) max_idle_per_origin: usize,
+    pub(crate) drain_bytes: u64,
+    pub(crate) drain_time: Duration,
+    pub(crate) probe_patience: Duration,
+    pub(crate) default_scheme: Scheme,
+    pub(crate) dialer: Dialer,
+}
+
+/// Builds a [`Pool`]. See each method for its default and the reason for it.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Builder {
+    idle_timeout: Option<Duration>,
+    max_idle_per_origin: usize,
+    connect_timeout: Option<Duration>,
+    drain_bytes: u64,
+    drain_time: Duration,
+    probe_patience: Duration,
+    default_scheme: Scheme,
+    options: SocketOptions,
+    #[cfg(feature = "tls")]
+    tls: Option<rustls::ClientConfig>,
+}
+
+impl Builder {
+    pub(crate) fn new() -> Self {
+        Builder {
+            idle_timeout: Some(Duration::from_secs(90)),
+            max_idle_per_origin: 64,
+            connect_timeout: Some(Duration::from_secs(10)),
+            drain_bytes: 64 * 1024,
+            drain_time: Duration::from_millis(100),
+            probe_patience: Duration::from_millis(10),
+            default_scheme: Scheme::HTTP,
+            options: SocketOptions {
+                nodelay: true,
+                keepalive: Some(Duration::from_secs(60)),
+                user_timeout: Some(Duration::from_secs(30)),
+            },
+            #[cfg(feature = "tls")]
+            tls: None,
+        }
+    }
+
+    /// Sets how long an idle connection may wait and still be reused.
+    ///
+    /// Counts from the end of the last response. A connection is closed when its time is over, whether
+    /// or not the pool is used then. `None` means no limit of ours: connections stay until the server
+    /// closes them.
+    ///
+    /// Set it shorter than the server's own idle timeout: then the pool closes first, and no request can
+    /// meet a close that is on its way.
+    ///
+    /// # Default
+    /// 90 s, as in `hyper-util`, so that moving to this pool changes nothing.
+    ///
+    /// # Panics
+    /// Panics if `timeout` is zero. To switch reuse off, set
+    /// [`max_idle_per_origin(0)`](Builder::max_idle_per_origin).
+    pub fn idle_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        let timeout = timeout.into();
+        assert!(
+            timeout != Some(Duration::ZERO),
+            "an idle timeout of zero; to switch reuse off, set max_idle_per_origin(0)"
+        );
+        self.idle_timeout = timeout;
+        self
+    }
+
+    /// Sets how many idle connections are kept for one origin.
+    ///
+    /// When one more comes back, the one that has been idle longest is closed. Zero switches reuse off:
+    /// each request then has a connection of its own, closed after its response.
+    ///
+    /// # Default
+    /// 64: enough for several thousand requests a second at a response time of 20 ms, and a burst of a
+    /// thousand does not hold a thousand descriptors for the idle timeout.
+    pub fn max_idle_per_origin(mut self, max: usize) -> Self {
+        self.max_idle_per_origin = max;
+        self
+    }
+
+    /// Sets how long opening a connection may take: name resolution, TCP and TLS together.
+    ///
+    /// When it is over, the request fails with
+    /// [`ErrorKind::ConnectTimeout`](crate::ErrorKind::ConnectTimeout), and
+    /// [`phase`](crate::Error::phase) tells where it was. Nothing was sent then. `None` means no limit.
+    ///
+    /// # Default
+    /// 10 s: longer than three lost SYNs (1 + 2 + 4 s), shorter than most callers' patience.
+    ///
+    /// # Panics
+    /// Panics if `timeout` is zero.
+    pub fn connect_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        let timeout = timeout.into();
+        assert!(timeout != Some(Duration::ZERO), "a connect timeout of zero");
+        self.connect_timeout = timeout;
+        self
+    }
+
+    /// Sets the TLS configuration of all https connections: roots, client certificate, provider.
+    ///
+    /// ALPN is set to `http/1.1` whatever the configuration says, since that is what the pool speaks.
+    /// The sessions that it keeps for resumption are this pool's alone if the configuration is.
+    ///
+    /// # Default
+    /// With the features `platform-verifier` and `aws-lc-rs` or `ring`: the operating system's trust
+    /// store, TLS 1.2 and 1.3, tickets for 256 servers. It is made when the first https connection is
+    /// opened. Without those features an https request needs this option.
+    #[cfg(feature = "tls")]
+    pub fn tls_config(mut self, config: rustls::ClientConfig) -> Self {
+        self.tls = Some(config);
+        self
+    }
+
+    /// Sets `TCP_NODELAY`.
+    ///
+    /// # Default
+    /// On. Off, the kernel holds back a small segment until the one before is acknowledged, which costs
+    /// 40 ms where it meets a delayed acknowledgement, and splits a request in two: then a part of it
+    /// may have been delivered where all or nothing would have been.
+    pub fn tcp_nodelay(mut self, nodelay: bool) -> Self {
+        self.options.nodelay = nodelay;
+        self
+    }
+
+    /// Sets after how much silence the kernel begins to ask whether the peer is still there
+    /// (`SO_KEEPALIVE`, every 15 s from then on). `None` switches it off.
+    ///
+    /// # Default
+    /// 60 s: below the 350 s after which cloud load balancers and NAT gateways forget a connection
+    /// silently, so that idle connections stay known to them, and below the idle timeout.
+    ///
+    /// # Panics
+    /// Panics if `time` is less than a second, the kernel's unit.
+    pub fn tcp_keepalive(mut self, time: impl Into<Option<Duration>>) -> Self {
+        let time = time.into();
+        assert!(
+            time.is_none_or(|time| time >= Duration::from_secs(1)),
+            "a keep-alive time under one second"
+        );
+        self.options.keepalive = time;
+        self
+    }
+
+    /// Sets how long sent bytes may stay unacknowledged before the kernel gives the connection up
+    /// (`TCP_USER_TIMEOUT`, Linux and Android only; elsewhere without effect). `None` leaves the
+    /// kernel's own limit, about 15 minutes.
+    ///
+    /// # Default
+    /// 30 s: a request into a black hole fails within half a minute and not in a quarter of an hour;
+    /// long enough for a route that heals.
+    pub fn tcp_user_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        self.options.user_timeout = timeout.into();
+        self
+    }
+
+    /// Sets what may be spent on the rest of a response body that the caller dropped early, to keep its
+    /// connection: at most so many bytes and so much time. What does not end within both closes the
+    /// connection. It happens in the background and never delays the caller. Zero bytes: never read on.
+    ///
+    /// # Default
+    /// 64 KiB and 100 ms: about what opening a new TLS connection costs over 50 ms of distance.
+    pub fn drain(mut self, bytes: u64, time: Duration) -> Self {
+        self.drain_bytes = bytes;
+        self.drain_time = time;
+        self
+    }
+
+    /// Sets how long a checkout waits for a connection's task to read bytes that arrived over TLS while
+    /// it was idle: session tickets are harmless, a close_notify is not, and only reading them tells.
+    /// When it is over, the connection is closed and the next one is tried.
+    ///
+    /// # Default
+    /// 10 ms: the task needs microseconds; a machine too busy for that had better dial anew.
+    pub fn probe_patience(mut self, patience: Duration) -> Self {
+        self.probe_patience = patience;
+        self
+    }
+
+    /// Sets the scheme of requests in origin form (`/path` with a `Host` field), which name none.
+    /// Requests with an absolute URI are not touched.
+    ///
+    /// # Default
+    /// `http`, as [RFC 9112 section 3.3] reconstructs it for a connection that is not secured.
+    ///
+    /// [RFC 9112 section 3.3]: https://www.rfc-editor.org/rfc/rfc9112.html#section-3.3
+    pub fn default_scheme(mut self, scheme: Scheme) -> Self {
+        self.default_scheme = scheme;
+        self
+    }
+
+    /// Makes the pool. It opens nothing until the first request.
+    pub fn build(self) -> Pool {
+        #[cfg(feature = "tls")]
+        let tls = TlsClient::new(self.tls);
+        #[cfg(not(feature = "tls"))]
+        let tls = TlsClient;
+        Pool::with_config(Config {
+            idle_timeout: self.idle_timeout,
+            max_idle_per_origin: self.max_idle_per_origin,
+            drain_bytes: self.drain_bytes,
+            drain_time: self.drain_time,
+            probe_patience: self.probe_patience,
+            default_scheme: self.default_scheme,
+            dialer: Dialer {
+                connect_timeout: self.connect_timeout,
+                options: self.options,
+                tls,
+            },
+        })
+    }
+}

@@ -1,0 +1,379 @@
+//! The pool as a service: from a request to a response or to one error.
+//!
+//! The pool itself sends a request again only when no byte of it was taken, which is not a second
+//! sending but the first one, elsewhere. All other resends are the retry layer's decision.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use http::header::{CONTENT_LENGTH, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::uri::{Authority, PathAndQuery};
+use http::{Method, Request, Response, Uri, Version};
+use http_body::Body;
+use hyper::body::Incoming;
+use tower_service::Service;
+use tracing::Instrument;
+
+use crate::clock::now;
+use crate::delivery::{FreshConnection, ResendCount};
+use crate::error::{BoxError, Error, ErrorKind};
+use crate::origin::Origin;
+use crate::pool::body::{After, ResponseBody};
+use crate::pool::builder::{Builder, Config};
+use crate::pool::lease::Lease;
+use crate::pool::state::Shared;
+use crate::rules::persist;
+use crate::stats::{CloseReason, Counters, RetryLedger, Stats};
+use crate::timings::Timings;
+use crate::wire::http1::Failed;
+use crate::wire::outgoing::{Head, OutBody, Outgoing, Upload};
+
+/// A pool of HTTP/1.1 connections. Cheap to clone; all clones share the connections.
+///
+/// It is a [`tower_service::Service`], always ready. Requests go to the origin that their absolute URI
+/// names, or the `Host` field of a request in origin form.
+///
+/// When the last clone is dropped, idle connections are closed; exchanges that are under way finish.
+///
+/// # Cancel safety
+///
+/// Dropping a call closes the connection it was on, and nothing else. Dropping a response body keeps
+/// the connection where reading on is cheap ([`Builder::drain`]).
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+///
+/// # async fn get() -> Result<(), idempool::Error> {
+/// let pool = idempool::Pool::builder()
+///     .idle_timeout(Duration::from_secs(30))
+///     .build();
+/// let request = http::Request::get("http://pay.example/payments")
+///     .body(idempool::ReplayBody::empty())
+///     .expect("a valid request");
+/// let response = pool.send(request).await?;
+/// println!("{}\n{}", response.status(), pool.stats());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Pool {
+    shared: Arc<Shared>,
+}
+
+impl Pool {
+    /// Begins a pool with the options that [`Builder`] describes.
+    pub fn builder() -> Builder {
+        Builder::new()
+    }
+
+    /// A pool with all defaults.
+    pub fn new() -> Pool {
+        Pool::builder().build()
+    }
+
+    pub(crate) fn with_config(config: Config) -> Pool {
+        Pool {
+            shared: Arc::new(Shared::new(config)),
+        }
+    }
+
+    /// Sends a request and waits for the head of its response. The same as the service's `call`.
+    ///
+    /// # Errors
+    ///
+    /// One [`Error`], which says what is known of the request's [delivery](Error::delivery).
+    pub async fn send<B>(&self, request: Request<B>) -> Result<Response<ResponseBody>, Error>
+    where
+        B: Body + Send + 'static,
+        B::Data: Send,
+        B::Error: Into<BoxError>,
+    {
+        send(&self.shared, request).await
+    }
+
+    /// What the pool has done and saved so far.
+    pub fn stats(&self) -> Stats {
+        self.shared.stats()
+    }
+}
+
+impl Default for Pool {
+    fn default() -> Self {
+        Pool::new()
+    }
+}
+
+/// Shows, for each origin, how many connections are idle, busy and being dialled.
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Pool").field(&self.shared).finish()
+    }
+}
+
+impl<B> Service<Request<B>> for Pool
+where
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<BoxError>,
+{
+    type Response = Response<ResponseBody>;
+    type Error = Error;
+    type Future = ResponseFuture;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> ResponseFuture {
+        let shared = Arc::clone(&self.shared);
+        ResponseFuture(Box::pin(async move { send(&shared, request).await }))
+    }
+}
+
+/// The response head to come. Dropping it closes the connection that the request was on.
+#[must_use = "futures do nothing unless polled"]
+pub struct ResponseFuture(
+    Pin<Box<dyn Future<Output = Result<Response<ResponseBody>, Error>> + Send>>,
+);
+
+impl Future for ResponseFuture {
+    type Output = Result<Response<ResponseBody>, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.as_mut().poll(cx)
+    }
+}
+
+impl fmt::Debug for ResponseFuture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+/// How often a request of which nothing was sent moves on to another idle connection before it gets a
+/// new one. The probe makes even the first of these rare.
+const MOVES_TO_IDLE: u32 = 2;
+/// How many new connections such a request may then try: a server that accepts and closes at once must
+/// not be dialled for ever.
+const MOVES_TO_FRESH: u32 = 2;
+
+async fn send<B>(shared: &Arc<Shared>, request: Request<B>) -> Result<Response<ResponseBody>, Error>
+where
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<BoxError>,
+{
+    Counters::add(&shared.counters.requests);
+    let resends = request
+        .extensions()
+        .get::<ResendCount>()
+        .map_or(0, |count| count.0);
+    let result = match prepare(request, &shared.config) {
+        Err(error) => Err(error),
+        Ok((origin, outgoing, must_be_fresh)) => {
+            let span = tracing::debug_span!(
+                "http.client.request",
+                http.request.method = outgoing.head.method.as_str(),
+                server.address = origin.host(),
+                server.port = origin.port(),
+                url.scheme = origin.scheme(),
+                http.request.resend_count = (resends > 0).then_some(resends),
+                http.response.status_code = tracing::field::Empty,
+                network.peer.address = tracing::field::Empty,
+                error.r#type = tracing::field::Empty,
+                idempool.delivery = tracing::field::Empty,
+            );
+            let result = send_to(shared, &origin, outgoing, must_be_fresh)
+                .instrument(span.clone())
+                .await;
+            record(&span, &result);
+            result.map_err(|error| error.with_origin(&origin))
+        }
+    };
+    result.map_err(|error| {
+        Counters::add(&shared.counters.failed);
+        error.with_ledger(RetryLedger(Arc::clone(&shared.counters)))
+    })
+}
+
+fn record(span: &tracing::Span, result: &Result<Response<ResponseBody>, Error>) {
+    if span.is_disabled() {
+        return;
+    }
+    let peer = |facts: &crate::timings::ConnectionFacts| facts.peer_addr().map(|peer| peer.ip());
+    match result {
+        Ok(response) => {
+            span.record("http.response.status_code", response.status().as_u16());
+            let timings = response.extensions().get::<Timings>();
+            if let Some(address) = timings.and_then(|timings| peer(timings.connection())) {
+                span.record("network.peer.address", tracing::field::display(address));
+            }
+        }
+        Err(error) => {
+            span.record("error.type", error.kind().as_str());
+            span.record("idempool.delivery", error.delivery().as_str());
+            if let Some(address) = error.connection().and_then(peer) {
+                span.record("network.peer.address", tracing::field::display(address));
+            }
+        }
+    }
+}
+
+async fn send_to(
+    shared: &Arc<Shared>,
+    origin: &Origin,
+    mut outgoing: Outgoing,
+    must_be_fresh: bool,
+) -> Result<Response<ResponseBody>, Error> {
+    let host = shared.host(origin);
+    let called = now();
+    let (mut moves_to_idle, mut moves_to_fresh) = (0, 0);
+    loop {
+        let fresh = must_be_fresh || moves_to_idle >= MOVES_TO_IDLE || moves_to_fresh > 0;
+        let mut lease = Lease::acquire(&host, fresh).await?;
+        let method = outgoing.head.method.clone();
+        let said_close = persist::has_connection_option(&outgoing.head.headers, "close");
+        let sent = now();
+        let Some(conn) = lease.conn() else {
+            // A new lease has its connection. There is no proof for what must not happen.
+            return Err(Error::new(
+                ErrorKind::ConnectionClosed,
+                crate::Phase::Unknown,
+            ));
+        };
+        match conn.exchange(outgoing).await {
+            Ok((response, upload)) => {
+                let timings = Timings {
+                    acquire: sent - called,
+                    head: now() - sent,
+                    connection: lease.facts().clone(),
+                    ledger: RetryLedger(Arc::clone(&shared.counters)),
+                };
+                return Ok(answer(response, lease, &method, said_close, upload, timings).await);
+            }
+            Err(Failed { error, again }) => {
+                let reused = lease.facts().is_reused();
+                let error = error.with_connection(lease.facts().clone());
+                if error.bytes_taken() > 0 && reused && error.kind() == ErrorKind::ConnectionClosed
+                {
+                    Counters::add(&shared.counters.stale_after_write);
+                }
+                if again.is_some() {
+                    // Nothing happened on it, so how it ended is for its task to say.
+                    lease.leave_to_its_end();
+                } else {
+                    lease.close(CloseReason::ExchangeFailed);
+                }
+                let moves = if reused {
+                    &mut moves_to_idle
+                } else {
+                    &mut moves_to_fresh
+                };
+                *moves += 1;
+                match again {
+                    Some(request) if moves_to_fresh < MOVES_TO_FRESH => {
+                        Counters::add(&shared.counters.handed_back);
+                        tracing::debug!(%error, "request moves on, unsent");
+                        outgoing = *request;
+                    }
+                    _ => return Err(error),
+                }
+            }
+        }
+    }
+}
+
+/// Makes the caller's response: decides what becomes of the connection, and rides the lease in the body.
+async fn answer(
+    response: Response<Incoming>,
+    lease: Lease,
+    method: &Method,
+    said_close: bool,
+    upload: Upload,
+    timings: Timings,
+) -> Response<ResponseBody> {
+    if lease.facts().is_reused() {
+        lease.host().note_saved();
+    }
+    let (mut parts, incoming) = response.into_parts();
+    let persistence = persist::after_response(
+        method,
+        said_close,
+        parts.status,
+        parts.version,
+        &parts.headers,
+    );
+    parts.extensions.insert(timings);
+    let after = After::new(lease, persistence, upload);
+    let body = if incoming.is_end_stream() {
+        after.settle().await;
+        ResponseBody::default()
+    } else {
+        ResponseBody::reading(incoming, after)
+    };
+    Response::from_parts(parts, body)
+}
+
+/// Brings a request into the form for the wire, and finds its origin.
+fn prepare<B>(request: Request<B>, config: &Config) -> Result<(Origin, Outgoing, bool), Error>
+where
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<BoxError>,
+{
+    let (parts, body) = request.into_parts();
+    let (method, mut headers) = (parts.method, parts.headers);
+    if method == Method::CONNECT {
+        return Err(Error::invalid(
+            "CONNECT makes a tunnel, which a pool cannot share",
+        ));
+    }
+    if headers.get_all(HOST).iter().count() > 1 {
+        return Err(Error::invalid("more than one Host field"));
+    }
+    let scheme = parts.uri.scheme().unwrap_or(&config.default_scheme);
+    let origin = match parts.uri.authority() {
+        Some(authority) => Origin::from_parts(scheme, authority),
+        None => {
+            let host = headers.get(HOST).ok_or_else(|| Error::invalid("no host"))?;
+            let authority = Authority::try_from(host.as_bytes()).map_err(Error::invalid)?;
+            Origin::from_parts(scheme, &authority)
+        }
+    };
+    let origin = origin.ok_or_else(|| Error::invalid("not an http or https URI with a host"))?;
+    if !headers.contains_key(HOST) {
+        let host = HeaderValue::try_from(origin.host_header()).map_err(Error::invalid)?;
+        headers.insert(HOST, host);
+    }
+    let path = parts.uri.into_parts().path_and_query;
+    let path = path.filter(|path| !path.as_str().is_empty());
+    let uri = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
+
+    let body = OutBody::new(body);
+    // RFC 9110 section 8.6: a method that gives content a meaning says so when there is none.
+    let expects_content =
+        method == Method::POST || method == Method::PUT || method == Method::PATCH;
+    let is_framed = headers.contains_key(CONTENT_LENGTH) || headers.contains_key(TRANSFER_ENCODING);
+    if expects_content && body.is_end_stream() && !is_framed {
+        headers.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
+    }
+    let version = match parts.version {
+        Version::HTTP_09 | Version::HTTP_10 => Version::HTTP_10,
+        _ => Version::HTTP_11,
+    };
+    let mut extensions = parts.extensions;
+    let must_be_fresh = extensions.remove::<FreshConnection>().is_some();
+    let head = Head {
+        method,
+        uri,
+        version,
+        headers,
+        extensions,
+    };
+    Ok((origin, Outgoing { head, body }, must_be_fresh))
+}

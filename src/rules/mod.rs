@@ -1,0 +1,4 @@
+//! Decisions without I/O, locks, clocks or awaits: everything comes in as an argument.
+
+pub(crate) mod persist;
+pub(crate) mod shelf;

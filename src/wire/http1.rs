@@ -1,0 +1,272 @@
+//! One HTTP/1.1 connection in its two halves, and one exchange over it.
+//!
+//! [`Conn`] sends; whoever holds it owns the connection's next exchange. [`Driver`] runs hyper and is
+//! polled by the connection's own task, which is why the end of a connection is seen when it comes and
+//! not when somebody looks. Dropping a `Conn` between exchanges closes the connection properly;
+//! dropping an exchange closes it at once, since HTTP/1.1 has no other way to give up a request.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::Response;
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use crate::clock::{Instant, now};
+use crate::error::Error;
+use crate::stats::CloseReason;
+use crate::wire::evidence;
+use crate::wire::meter::{Meter, Socket};
+use crate::wire::outgoing::{OutBody, Outgoing, Upload};
+use crate::wire::socket::{Peek, peek};
+use crate::wire::tls::Stream;
+
+/// The half that sends.
+#[derive(Debug)]
+pub(crate) struct Conn {
+    sender: http1::SendRequest<OutBody>,
+    meter: Arc<Meter>,
+    socket: Weak<Socket>,
+    abort: oneshot::Sender<()>,
+    secure: bool,
+}
+
+/// What the probe says of an idle connection.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Probe {
+    /// Nothing speaks against it.
+    Quiet,
+    /// Its own task has already seen it end.
+    Ended,
+    /// It must not be used.
+    Dead(CloseReason),
+}
+
+/// An exchange that ended without a response head.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// The request, as it was, where no byte of it was taken.
+    pub(crate) again: Option<Box<Outgoing>>,
+}
+
+/// Makes both halves over an established stream.
+pub(crate) async fn establish(
+    stream: Stream,
+    socket: Arc<Socket>,
+    meter: Arc<Meter>,
+    secure: bool,
+) -> Result<(Conn, Driver), hyper::Error> {
+    let (sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    let (abort, aborted) = oneshot::channel();
+    let conn = Conn {
+        sender,
+        meter: Arc::clone(&meter),
+        socket: Arc::downgrade(&socket),
+        abort,
+        secure,
+    };
+    let driver = Driver {
+        connection: Some(connection),
+        aborted: Some(aborted),
+        socket,
+        meter,
+    };
+    Ok((conn, driver))
+}
+
+impl Conn {
+    pub(crate) fn meter(&self) -> &Arc<Meter> {
+        &self.meter
+    }
+
+    /// Whether hyper can take another request: the exchange before is over in both directions.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.sender.is_ready()
+    }
+
+    /// Waits until hyper can take another request. `Err` when it never will.
+    pub(crate) fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), hyper::Error>> {
+        self.sender.poll_ready(cx)
+    }
+
+    /// Asks the kernel whether the connection is still good.
+    ///
+    /// Over TLS, bytes that can be read may be a session ticket as well as the end. The connection's
+    /// task reads them; this waits for that, at most for `patience`, and looks again.
+    pub(crate) async fn probe(&self, patience: Duration) -> Probe {
+        match self.look() {
+            Probe::Dead(CloseReason::UnexpectedBytes) if self.secure => {}
+            verdict => return verdict,
+        }
+        let cleared = async {
+            loop {
+                let still_readable = || self.look() == Probe::Dead(CloseReason::UnexpectedBytes);
+                self.meter.drained(still_readable).await;
+                match self.look() {
+                    Probe::Dead(CloseReason::UnexpectedBytes) => {}
+                    verdict => return verdict,
+                }
+            }
+        };
+        match timeout(patience, cleared).await {
+            Ok(verdict) => verdict,
+            Err(_) => Probe::Dead(CloseReason::ProbeInconclusive),
+        }
+    }
+
+    fn look(&self) -> Probe {
+        if self.sender.is_closed() {
+            return Probe::Ended;
+        }
+        // The task drops the socket when it is done with it.
+        let Some(socket) = self.socket.upgrade() else {
+            return Probe::Ended;
+        };
+        match peek(socket.stream()) {
+            Peek::Quiet => Probe::Quiet,
+            found => Probe::Dead(evidence::of_peek(found)),
+        }
+    }
+
+    /// Sends one request and waits for its response head.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future closes the connection, and only it.
+    pub(crate) async fn exchange(
+        &mut self,
+        outgoing: Outgoing,
+    ) -> Result<(Response<Incoming>, Upload), Failed> {
+        let mark = self.meter.begin();
+        let (request, recall) = outgoing.depart(&self.meter, mark);
+        let mut failure = match self.sender.try_send_request(request).await {
+            Ok(response) => return Ok((response, recall.upload().clone())),
+            Err(failure) => failure,
+        };
+        if let Some(request) = failure.take_message() {
+            return Err(Failed {
+                error: evidence::of_hand_back(failure.into_error()),
+                again: Some(Box::new(Outgoing::handed_back(request))),
+            });
+        }
+        // From here on nothing more is written, so the count is final.
+        let traffic = self.meter.seal(mark);
+        if let Some(found) = traffic.found {
+            self.meter.close_because(evidence::of_peek(found));
+        }
+        let error = evidence::of_exchange(failure.into_error(), traffic, recall.upload());
+        let may_go_again = traffic.taken == 0 && !recall.upload().has_failed();
+        let again = if may_go_again {
+            // hyper lets go of the body when its connection ends, which it is about to.
+            timeout(RECALL_WAIT, recall.back()).await.ok().flatten()
+        } else {
+            None
+        };
+        Err(Failed {
+            error,
+            again: again.map(Box::new),
+        })
+    }
+
+    /// Drops the connection where it stands, a running upload included.
+    pub(crate) fn abort(self) {
+        // The task may be gone already.
+        let _ = self.abort.send(());
+    }
+}
+
+/// How long to wait for hyper to let go of a request that did not leave. It does so within the poll in
+/// which it reports the failure; the bound is for a runtime that is being shut down.
+const RECALL_WAIT: Duration = Duration::from_secs(1);
+
+/// The half that runs hyper. Resolves when the connection has ended.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    connection: Option<http1::Connection<TokioIo<Stream>, OutBody>>,
+    aborted: Option<oneshot::Receiver<()>>,
+    socket: Arc<Socket>,
+    meter: Arc<Meter>,
+}
+
+impl Driver {
+    /// Says goodbye to the peer: waits, within bounds, for it to close its side too.
+    ///
+    /// A socket that is closed with bytes unread, or to which bytes still come, answers with a reset.
+    /// Over TLS there is such a byte almost always: the peer's own close_notify.
+    pub(crate) async fn linger(self) {
+        let Driver { socket, meter, .. } = self;
+        // For the counts it is closed now.
+        drop(meter);
+        // Ours is out, or there is nobody to send it to.
+        let _ = crate::wire::socket::shut_write(socket.stream());
+        let deadline: Instant = now() + LINGER_TIME;
+        let mut scrap = [0; 1024];
+        let mut left = LINGER_BYTES;
+        let goodbye = async {
+            while left > 0 {
+                if socket.stream().readable().await.is_err() {
+                    return;
+                }
+                match socket.stream().try_read(&mut scrap) {
+                    Ok(0) => return,
+                    Ok(read) => left = left.saturating_sub(read),
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                    Err(_) => return,
+                }
+            }
+        };
+        // Either way the socket closes now.
+        let _ = tokio::time::timeout_at(deadline, goodbye).await;
+    }
+}
+
+/// A peer that is alive closes within a round trip.
+const LINGER_TIME: Duration = Duration::from_secs(1);
+/// More than alerts and tickets is a peer that does not mean to stop.
+const LINGER_BYTES: usize = 16 * 1024;
+
+/// How a connection ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum End {
+    /// It was told to stop where it stood.
+    Aborted,
+    /// hyper is done with it; for a connection that nobody used, this is what happened.
+    Over(CloseReason),
+}
+
+impl Future for Driver {
+    type Output = End;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<End> {
+        if let Some(aborted) = &mut self.aborted
+            && let Poll::Ready(result) = Pin::new(aborted).poll(cx)
+        {
+            self.aborted = None;
+            if result.is_ok() {
+                self.connection = None;
+                return Poll::Ready(End::Aborted);
+            }
+        }
+        let Some(connection) = &mut self.connection else {
+            return Poll::Ready(End::Over(CloseReason::PeerClosedIdle));
+        };
+        match Pin::new(connection).poll(cx) {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(result) => {
+                // Dropped now, not with the driver: requests still queued come back only then.
+                self.connection = None;
+                if let Err(error) = &result {
+                    tracing::debug!(%error, "connection ended");
+                }
+                Poll::Ready(End::Over(evidence::of_end(&result)))
+            }
+        }
+    }
+}

@@ -1,0 +1,433 @@
+//! Counts the bytes of one connection below TLS, and has the last look before a request's first byte.
+//!
+//! A [`Meter`] is shared by the connection's task, which reads and writes through [`Metered`], and by
+//! whoever holds the lease, who asks it what an exchange left behind. It outlives the socket.
+//!
+//! # Invariants
+//!
+//! * `taken` grows only by what the kernel accepted, inside the same critical section as the call.
+//! * Once [`Meter::seal`] has returned, no further byte reaches the kernel. A verdict of "no byte was
+//!   taken" is therefore still true when it is acted on, although the connection's task may be in the
+//!   middle of a write on another thread.
+//! * A connection that was counted as opened is counted as closed once, when its last half is gone,
+//!   under the first reason given.
+
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::Notify;
+
+use crate::stats::{CloseReason, Counters};
+use crate::wire::socket::{Peek, peek, shut_write};
+
+/// The socket itself. The connection's task owns it; the pool looks at it through a `Weak`, so that
+/// nothing but the task keeps the descriptor open.
+#[derive(Debug)]
+pub(crate) struct Socket(OwnedWriteHalf);
+
+impl Socket {
+    pub(crate) fn stream(&self) -> &TcpStream {
+        self.0.as_ref()
+    }
+}
+
+/// What is known of one connection's bytes and of its end.
+#[derive(Debug)]
+pub(crate) struct Meter {
+    gate: Mutex<Gate>,
+    /// Bytes that hyper has read, above TLS.
+    received: AtomicU64,
+    watched: AtomicBool,
+    drained: Notify,
+    reason: Mutex<Reason>,
+    opened: AtomicBool,
+    counters: Arc<Counters>,
+    secure: bool,
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    taken: u64,
+    sealed: bool,
+    /// The next write is the first of an exchange: look before it.
+    look: bool,
+    /// What a look found that stopped a write.
+    found: Option<Peek>,
+}
+
+#[derive(Debug, Default)]
+struct Reason {
+    /// Given by whoever decided to close, or saw why it broke.
+    told: Option<CloseReason>,
+    /// What the connection's task made of its end. Counts where nobody told.
+    seen: Option<CloseReason>,
+}
+
+/// How far the counters were when an exchange began.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mark {
+    taken: u64,
+    received: u64,
+}
+
+/// What an exchange left behind.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Traffic {
+    /// Bytes of the request that the kernel took, below TLS.
+    pub(crate) taken: u64,
+    /// Bytes of the response that hyper read, above TLS.
+    pub(crate) received: u64,
+    /// What the last look saw, where that kept the request from being written.
+    pub(crate) found: Option<Peek>,
+}
+
+impl Meter {
+    pub(crate) fn new(counters: Arc<Counters>, secure: bool) -> Arc<Self> {
+        Arc::new(Meter {
+            gate: Mutex::default(),
+            received: AtomicU64::new(0),
+            watched: AtomicBool::new(false),
+            drained: Notify::new(),
+            reason: Mutex::default(),
+            opened: AtomicBool::new(false),
+            counters,
+            secure,
+        })
+    }
+
+    /// The connection is established. `resumed` tells how, where there is TLS.
+    pub(crate) fn open(&self, resumed: Option<bool>) {
+        self.opened.store(true, Relaxed);
+        self.counters.opened(resumed);
+    }
+
+    /// An exchange begins: the next write is its first, and is preceded by a look.
+    pub(crate) fn begin(&self) -> Mark {
+        let mut gate = self.gate();
+        gate.look = true;
+        Mark {
+            taken: gate.taken,
+            received: self.received.load(Relaxed),
+        }
+    }
+
+    /// Whether the kernel has taken a byte since the mark.
+    pub(crate) fn has_taken_since(&self, mark: Mark) -> bool {
+        self.gate().taken > mark.taken
+    }
+
+    /// Ends all writing and says what there was since the mark.
+    pub(crate) fn seal(&self, mark: Mark) -> Traffic {
+        let mut gate = self.gate();
+        gate.sealed = true;
+        Traffic {
+            taken: gate.taken - mark.taken,
+            received: self.received.load(Relaxed) - mark.received,
+            found: gate.found,
+        }
+    }
+
+    /// Notes why the connection is being closed. The first reason stays.
+    pub(crate) fn close_because(&self, reason: CloseReason) {
+        self.reason().told.get_or_insert(reason);
+    }
+
+    /// Notes what the connection's task saw of its end. Counts only where nobody said why.
+    pub(crate) fn end_seen_as(&self, reason: CloseReason) {
+        self.reason().seen.get_or_insert(reason);
+    }
+
+    /// Resolves when the connection's task has read all there was to read.
+    ///
+    /// Calls `still` once it listens, and resolves at once if that says `false`: so that bytes which
+    /// are gone by then are not waited for.
+    pub(crate) async fn drained(&self, still: impl FnOnce() -> bool) {
+        let drained = self.drained.notified();
+        tokio::pin!(drained);
+        drained.as_mut().enable();
+        self.watched
+            .store(true, std::sync::atomic::Ordering::SeqCst);
+        if still() {
+            drained.await;
+        }
+    }
+
+    pub(crate) fn note_received(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Relaxed);
+    }
+
+    fn gate(&self) -> std::sync::MutexGuard<'_, Gate> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reason(&self) -> std::sync::MutexGuard<'_, Reason> {
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        if !self.opened.load(Relaxed) {
+            return;
+        }
+        let reason = {
+            let reason = self.reason();
+            reason.told.or(reason.seen)
+        };
+        let reason = reason.unwrap_or(CloseReason::RuntimeGone);
+        self.counters.closed(reason);
+        tracing::debug!(reason = reason.as_str(), "connection closed");
+    }
+}
+
+/// The counting stream between the socket and what reads and writes it.
+#[derive(Debug)]
+pub(crate) struct Metered {
+    read: OwnedReadHalf,
+    socket: Arc<Socket>,
+    meter: Arc<Meter>,
+}
+
+impl Metered {
+    pub(crate) fn new(stream: TcpStream, meter: Arc<Meter>) -> Self {
+        // The read half keeps tokio's fast path (no second read to learn that the first took all);
+        // the write half is what can be shared.
+        let (read, write) = stream.into_split();
+        let socket = Arc::new(Socket(write));
+        Metered {
+            read,
+            socket,
+            meter,
+        }
+    }
+
+    pub(crate) fn socket(&self) -> &Arc<Socket> {
+        &self.socket
+    }
+
+    pub(crate) fn peer_addr(&self) -> Option<SocketAddr> {
+        self.socket.stream().peer_addr().ok()
+    }
+
+    /// Writes what the kernel takes without waiting, for the farewell of a connection that is dropped.
+    #[cfg(feature = "tls")]
+    pub(crate) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.metered(|stream| stream.try_write(bytes))
+    }
+
+    /// Runs one write call under the gate.
+    fn metered(&self, write: impl FnOnce(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+        let stream = self.socket.stream();
+        let mut gate = self.meter.gate();
+        if gate.sealed {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        if gate.look {
+            // The checkout looked too, but a task switch ago. Here is the last instant at which
+            // "nothing was sent" is still certain, and at which bytes that are already there cannot
+            // be the answer to what is about to be written.
+            match peek(stream) {
+                Peek::Quiet => {}
+                Peek::Readable if self.meter.secure => {}
+                found => {
+                    gate.sealed = true;
+                    gate.found = Some(found);
+                    return Err(io::ErrorKind::ConnectionAborted.into());
+                }
+            }
+            gate.look = false;
+        }
+        let taken = write(stream)?;
+        gate.taken += taken as u64;
+        Ok(taken)
+    }
+
+    fn poll_metered(
+        &self,
+        cx: &mut Context<'_>,
+        write: impl Fn(&TcpStream) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.socket.stream().poll_write_ready(cx))?;
+            match self.metered(&write) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                result => return Poll::Ready(result),
+            }
+        }
+    }
+}
+
+impl AsyncRead for Metered {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let poll = Pin::new(&mut self.read).poll_read(cx, buf);
+        if poll.is_pending() && self.meter.watched.load(std::sync::atomic::Ordering::SeqCst) {
+            self.meter.drained.notify_waiters();
+        }
+        poll
+    }
+}
+
+impl AsyncWrite for Metered {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.poll_metered(cx, |stream| stream.try_write(bytes))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.poll_metered(cx, |stream| stream.try_write_vectored(bufs))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match shut_write(self.socket.stream()) {
+            // The peer was faster.
+            Err(error) if error.kind() == io::ErrorKind::NotConnected => Poll::Ready(Ok(())),
+            result => Poll::Ready(result),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    async fn metered(secure: bool) -> (Metered, Arc<Meter>, TcpStream, Arc<Counters>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+        let address = listener.local_addr().expect("address");
+        let (client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+        let counters = Arc::new(Counters::new());
+        let meter = Meter::new(Arc::clone(&counters), secure);
+        meter.open(None);
+        let stream = Metered::new(client.expect("connect"), Arc::clone(&meter));
+        (stream, meter, accepted.expect("accept").0, counters)
+    }
+
+    async fn until_not_quiet(stream: &Metered) {
+        while peek(stream.socket.stream()) == Peek::Quiet {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn what_the_kernel_took_is_counted_from_the_mark() {
+        let (mut stream, meter, _server, _) = metered(false).await;
+        stream.write_all(b"before").await.expect("write");
+        let mark = meter.begin();
+        assert!(!meter.has_taken_since(mark));
+        stream.write_all(b"request").await.expect("write");
+        assert!(meter.has_taken_since(mark));
+        assert_eq!(meter.seal(mark).taken, 7);
+    }
+
+    #[tokio::test]
+    async fn nothing_is_written_once_the_verdict_is_asked_for() {
+        let (mut stream, meter, mut server, _) = metered(false).await;
+        let mark = meter.begin();
+        assert_eq!(meter.seal(mark).taken, 0);
+        let error = stream.write_all(b"too late").await.expect_err("sealed");
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+        drop(stream);
+        let mut received = Vec::new();
+        server.read_to_end(&mut received).await.expect("read");
+        assert_eq!(received, b"");
+    }
+
+    #[tokio::test]
+    async fn a_closed_connection_takes_no_byte_of_a_request() {
+        let (mut stream, meter, server, _) = metered(false).await;
+        drop(server);
+        until_not_quiet(&stream).await;
+        let mark = meter.begin();
+        stream.write_all(b"request").await.expect_err("closed");
+        let traffic = meter.seal(mark);
+        assert_eq!((traffic.taken, traffic.found), (0, Some(Peek::Closed)));
+    }
+
+    /// RFC 9112 section 9.2: bytes that were there before the request are not its response.
+    #[tokio::test]
+    async fn bytes_that_were_there_before_stop_a_request_on_plain_tcp_only() {
+        for (secure, taken) in [(false, 0), (true, 7)] {
+            let (mut stream, meter, mut server, _) = metered(secure).await;
+            server.write_all(b"unasked").await.expect("write");
+            until_not_quiet(&stream).await;
+            let mark = meter.begin();
+            let result = stream.write_all(b"request").await;
+            assert_eq!(result.is_ok(), secure);
+            assert_eq!(meter.seal(mark).taken, taken);
+        }
+    }
+
+    #[tokio::test]
+    async fn only_the_first_write_of_an_exchange_is_preceded_by_a_look() {
+        let (mut stream, meter, mut server, _) = metered(false).await;
+        let mark = meter.begin();
+        stream.write_all(b"head").await.expect("write");
+        server.write_all(b"early answer").await.expect("write");
+        until_not_quiet(&stream).await;
+        stream
+            .write_all(b"body")
+            .await
+            .expect("an early answer does not stop the body");
+        assert_eq!(meter.seal(mark).taken, 8);
+    }
+
+    #[tokio::test]
+    async fn a_close_is_counted_once_under_the_first_reason_told() {
+        let (stream, meter, _server, counters) = metered(false).await;
+        meter.end_seen_as(CloseReason::PeerClosedIdle);
+        meter.close_because(CloseReason::ResponseSaidClose);
+        meter.close_because(CloseReason::PoolDropped);
+        drop(stream);
+        assert_eq!(counters.snapshot().closes.total(), 0);
+        drop(meter);
+        let closes = counters.snapshot().closes;
+        assert_eq!(
+            (closes.total(), closes.get(CloseReason::ResponseSaidClose)),
+            (1, 1)
+        );
+    }
+
+    #[tokio::test]
+    async fn a_waiter_hears_when_everything_was_read() {
+        let (mut stream, meter, mut server, _) = metered(true).await;
+        server.write_all(b"ticket").await.expect("write");
+        until_not_quiet(&stream).await;
+        let reader = tokio::spawn(async move {
+            let mut bytes = [0; 6];
+            stream.read_exact(&mut bytes).await.expect("read");
+            // Reads on, as hyper does on an idle connection.
+            let _ = stream.read(&mut bytes).await;
+        });
+        meter.drained(|| true).await;
+        meter.drained(|| false).await;
+        reader.abort();
+    }
+}

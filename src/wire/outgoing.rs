@@ -1,0 +1,356 @@
+//! A request on its way out, which can be called back as long as the kernel has not taken a byte of it.
+//!
+//! hyper consumes a request when it begins to encode it, and asks the body for its first frames before
+//! the first write. Both are kept here until the meter shows that a byte has left: the head as a copy,
+//! the frames as cheap clones. If the connection then turns out to be dead, the request goes on to the
+//! next one as if nothing had happened, whatever its method and however its body is made.
+//!
+//! What is kept is bounded by what hyper buffers before its first write (a few hundred KiB), and let go
+//! at the first frame after it.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, Bytes};
+use http::{HeaderMap, Method, Request, Uri, Version};
+use http_body::{Body, Frame, SizeHint};
+use tokio::sync::oneshot;
+
+use crate::error::BoxError;
+use crate::wire::meter::{Mark, Meter};
+
+/// A request in the form in which it goes on the wire.
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    pub(crate) head: Head,
+    pub(crate) body: OutBody,
+}
+
+/// Method, target, version and fields.
+#[derive(Clone, Debug)]
+pub(crate) struct Head {
+    pub(crate) method: Method,
+    pub(crate) uri: Uri,
+    pub(crate) version: Version,
+    pub(crate) headers: HeaderMap,
+    pub(crate) extensions: http::Extensions,
+}
+
+impl Head {
+    fn request(self, body: OutBody) -> Request<OutBody> {
+        let mut request = Request::new(body);
+        *request.method_mut() = self.method;
+        *request.uri_mut() = self.uri;
+        *request.version_mut() = self.version;
+        *request.headers_mut() = self.headers;
+        *request.extensions_mut() = self.extensions;
+        request
+    }
+}
+
+impl Outgoing {
+    /// Makes the request for hyper, and keeps what is needed to call it back.
+    pub(crate) fn depart(self, meter: &Arc<Meter>, mark: Mark) -> (Request<OutBody>, Recall) {
+        let Outgoing { head, mut body } = self;
+        let returned = body.arm(meter, mark);
+        let upload = body.upload.clone();
+        let recall = Recall {
+            head: head.clone(),
+            returned,
+            upload,
+        };
+        (head.request(body), recall)
+    }
+
+    /// Takes a request that hyper handed back untouched.
+    pub(crate) fn handed_back(request: Request<OutBody>) -> Self {
+        let (parts, body) = request.into_parts();
+        let head = Head {
+            method: parts.method,
+            uri: parts.uri,
+            version: parts.version,
+            headers: parts.headers,
+            extensions: parts.extensions,
+        };
+        Outgoing { head, body }
+    }
+}
+
+/// The way back for a request of which no byte was taken.
+pub(crate) struct Recall {
+    head: Head,
+    /// `None` where the request has no body.
+    returned: Option<oneshot::Receiver<OutBody>>,
+    upload: Upload,
+}
+
+impl Recall {
+    /// How far the body has got.
+    pub(crate) fn upload(&self) -> &Upload {
+        &self.upload
+    }
+
+    /// The request as it was before it departed. `None` if a byte of it was taken, or its body failed.
+    ///
+    /// Waits for hyper to let go of the body, which it does when its connection ends.
+    pub(crate) async fn back(self) -> Option<Outgoing> {
+        let body = match self.returned {
+            None => OutBody::empty(),
+            Some(returned) => returned.await.ok()?,
+        };
+        Some(Outgoing {
+            head: self.head,
+            body,
+        })
+    }
+}
+
+/// How far a request body has got, seen from outside.
+#[derive(Clone, Debug)]
+pub(crate) struct Upload(Option<Arc<Progress>>);
+
+#[derive(Debug, Default)]
+struct Progress {
+    finished: AtomicBool,
+    released: AtomicBool,
+    failed: AtomicBool,
+}
+
+impl Upload {
+    /// Whether hyper was given all of the body.
+    pub(crate) fn is_finished(&self) -> bool {
+        let finished = |progress: &Arc<Progress>| progress.finished.load(Ordering::Acquire);
+        self.0.as_ref().is_none_or(finished)
+    }
+
+    /// Whether hyper has let go of the body, and so will not ask for more of it.
+    pub(crate) fn is_over(&self) -> bool {
+        let released = |progress: &Arc<Progress>| progress.released.load(Ordering::Acquire);
+        self.is_finished() || self.0.as_ref().is_none_or(released)
+    }
+
+    /// Whether the caller's body returned an error.
+    pub(crate) fn has_failed(&self) -> bool {
+        let failed = |progress: &Arc<Progress>| progress.failed.load(Ordering::Acquire);
+        self.0.as_ref().is_some_and(failed)
+    }
+
+    fn note(&self, which: impl Fn(&Progress) -> &AtomicBool) {
+        if let Some(progress) = &self.0 {
+            which(progress).store(true, Ordering::Release);
+        }
+    }
+
+    fn restart(&self) {
+        if let Some(progress) = &self.0 {
+            progress.finished.store(false, Ordering::Release);
+            progress.released.store(false, Ordering::Release);
+        }
+    }
+}
+
+type Inner = Pin<Box<dyn Body<Data = Bytes, Error = BoxError> + Send>>;
+
+/// Any request body, with a memory that reaches back to the first byte taken.
+pub(crate) struct OutBody {
+    /// `None` for an empty body, which costs nothing.
+    inner: Option<Inner>,
+    /// Frames that were given out before and go out again first.
+    again: VecDeque<Frame<Bytes>>,
+    departure: Option<Departure>,
+    upload: Upload,
+}
+
+/// One trip of a body to a connection.
+struct Departure {
+    meter: Arc<Meter>,
+    mark: Mark,
+    /// Frames given out on this trip; `None` once a byte was taken.
+    given: Option<VecDeque<Frame<Bytes>>>,
+    back: oneshot::Sender<OutBody>,
+}
+
+impl OutBody {
+    pub(crate) fn empty() -> Self {
+        OutBody {
+            inner: None,
+            again: VecDeque::new(),
+            departure: None,
+            upload: Upload(None),
+        }
+    }
+
+    pub(crate) fn new<B>(body: B) -> Self
+    where
+        B: Body + Send + 'static,
+        B::Data: Send,
+        B::Error: Into<BoxError>,
+    {
+        if body.is_end_stream() {
+            return OutBody::empty();
+        }
+        OutBody {
+            inner: Some(Box::pin(AsBytes { body })),
+            again: VecDeque::new(),
+            departure: None,
+            upload: Upload(Some(Arc::default())),
+        }
+    }
+
+    fn arm(&mut self, meter: &Arc<Meter>, mark: Mark) -> Option<oneshot::Receiver<OutBody>> {
+        self.inner.as_ref()?;
+        self.upload.restart();
+        let (back, returned) = oneshot::channel();
+        self.departure = Some(Departure {
+            meter: Arc::clone(meter),
+            mark,
+            given: Some(VecDeque::new()),
+            back,
+        });
+        Some(returned)
+    }
+
+    /// Remembers a frame while it can still be called back.
+    fn remember(&mut self, frame: &Frame<Bytes>) {
+        let Some(departure) = &mut self.departure else {
+            return;
+        };
+        if departure.given.is_some() && departure.meter.has_taken_since(departure.mark) {
+            departure.given = None;
+        }
+        if let Some(given) = &mut departure.given {
+            given.extend(copy(frame));
+        }
+    }
+}
+
+impl Body for OutBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = match self.again.pop_front() {
+            Some(frame) => Some(Ok(frame)),
+            None => match &mut self.inner {
+                Some(inner) => ready!(inner.as_mut().poll_frame(cx)),
+                None => None,
+            },
+        };
+        match &frame {
+            Some(Ok(frame)) => self.remember(frame),
+            Some(Err(_)) => self.upload.note(|progress| &progress.failed),
+            None => {}
+        }
+        if frame.is_none() || self.is_end_stream() {
+            self.upload.note(|progress| &progress.finished);
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let inner_ended = |inner: &Inner| inner.is_end_stream();
+        self.again.is_empty() && self.inner.as_ref().is_none_or(inner_ended)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let rest = match &self.inner {
+            Some(inner) => inner.size_hint(),
+            None => SizeHint::with_exact(0),
+        };
+        let again: usize = self
+            .again
+            .iter()
+            .filter_map(Frame::data_ref)
+            .map(Bytes::len)
+            .sum();
+        let again = again as u64;
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower().saturating_add(again));
+        if let Some(upper) = rest.upper().and_then(|upper| upper.checked_add(again)) {
+            hint.set_upper(upper);
+        }
+        hint
+    }
+}
+
+impl Drop for OutBody {
+    fn drop(&mut self) {
+        let Some(departure) = self.departure.take() else {
+            return;
+        };
+        self.upload.note(|progress| &progress.released);
+        let Some(mut again) = departure.given else {
+            return;
+        };
+        if departure.meter.has_taken_since(departure.mark) || self.upload.has_failed() {
+            return;
+        }
+        again.append(&mut self.again);
+        let upload = self.upload.clone();
+        // Nobody listens if the exchange went well or was dropped.
+        let _ = departure.back.send(OutBody {
+            inner: self.inner.take(),
+            again,
+            departure: None,
+            upload,
+        });
+    }
+}
+
+impl fmt::Debug for OutBody {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutBody").finish_non_exhaustive()
+    }
+}
+
+fn copy(frame: &Frame<Bytes>) -> Option<Frame<Bytes>> {
+    match frame.data_ref() {
+        Some(data) => Some(Frame::data(data.clone())),
+        None => frame
+            .trailers_ref()
+            .map(|trailers| Frame::trailers(trailers.clone())),
+    }
+}
+
+pin_project_lite::pin_project! {
+    /// Any body as one of `Bytes`; free where it is one already.
+    struct AsBytes<B> {
+        #[pin]
+        body: B,
+    }
+}
+
+impl<B> Body for AsBytes<B>
+where
+    B: Body,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = ready!(self.project().body.poll_frame(cx));
+        Poll::Ready(frame.map(|result| match result {
+            Ok(frame) => Ok(frame.map_data(|mut data| data.copy_to_bytes(data.remaining()))),
+            Err(error) => Err(error.into()),
+        }))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,5 @@
+//! Promises kept over real sockets, against servers that are scripted and that count.
+
+mod support;
+
+mod persistence;

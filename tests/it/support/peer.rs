@@ -1,0 +1,497 @@
+//! A peer that does exactly what its script says, and counts.
+//!
+//! Every accepted connection runs the script on a thread of its own with blocking sockets, so that
+//! nothing the client's runtime does, or fails to do, moves it. A script reads like the story it comes
+//! from:
+//!
+//! ```text
+//! Peer::start(Scheme::Http, |conn| {
+//!     conn.answer_requests(1);
+//!     conn.await_first_byte();
+//!     conn.rst();
+//! })
+//! ```
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use rustls::{ServerConnection, StreamOwned};
+use socket2::SockRef;
+
+use super::tls::server_config;
+
+/// How long a script waits for the client before it fails.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub(crate) enum Scheme {
+    Http,
+    Https,
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Scheme::Http => "http",
+            Scheme::Https => "https",
+        })
+    }
+}
+
+/// A server that runs a script for each connection.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    scheme: Scheme,
+    address: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    accepted: AtomicUsize,
+    open: AtomicUsize,
+    most_open: AtomicUsize,
+    requests: Mutex<Vec<Received>>,
+    effects: Mutex<HashMap<String, Vec<Vec<u8>>>>,
+    ended: Mutex<Vec<(usize, Ended)>>,
+    failures: Mutex<Vec<String>>,
+}
+
+impl Peer {
+    /// Starts a peer on a free port. The script is called with each accepted connection.
+    pub(crate) fn start(
+        scheme: Scheme,
+        script: impl Fn(&mut Conn) + Send + Sync + 'static,
+    ) -> Peer {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+        let address = listener.local_addr().expect("address");
+        let shared = Arc::new(Shared::default());
+        let state = Arc::clone(&shared);
+        let script = Arc::new(script);
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let Ok(stream) = stream else { return };
+                let index = state.accepted.fetch_add(1, SeqCst);
+                let open = state.open.fetch_add(1, SeqCst) + 1;
+                state.most_open.fetch_max(open, SeqCst);
+                let (state, script) = (Arc::clone(&state), Arc::clone(&script));
+                std::thread::spawn(move || {
+                    let run = AssertUnwindSafe(|| {
+                        if let Some(mut conn) = Conn::new(scheme, stream, index, &state) {
+                            script(&mut conn);
+                        }
+                    });
+                    if let Err(panic) = catch_unwind(run) {
+                        let text = panic.downcast_ref::<String>().cloned();
+                        let text = text.or(panic.downcast_ref::<&str>().map(ToString::to_string));
+                        let text = format!("connection {index}: {}", text.unwrap_or_default());
+                        state.failures.lock().unwrap().push(text);
+                    }
+                    state.open.fetch_sub(1, SeqCst);
+                });
+            }
+        });
+        Peer {
+            scheme,
+            address,
+            shared,
+        }
+    }
+
+    /// A peer that answers every request properly and keeps its connections open.
+    pub(crate) fn well_behaved(scheme: Scheme) -> Peer {
+        Peer::start(scheme, |conn| {
+            conn.answer_requests(usize::MAX);
+        })
+    }
+
+    pub(crate) fn url(&self, path: &str) -> String {
+        format!("{}://localhost:{}{path}", self.scheme, self.address.port())
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// How many connections were accepted.
+    pub(crate) fn accepted(&self) -> usize {
+        self.shared.accepted.load(SeqCst)
+    }
+
+    /// How many connections run their script now.
+    pub(crate) fn open(&self) -> usize {
+        self.shared.open.load(SeqCst)
+    }
+
+    /// How many connections were open at the same time at most.
+    pub(crate) fn most_open(&self) -> usize {
+        self.shared.most_open.load(SeqCst)
+    }
+
+    /// Every request that was read completely, in order.
+    pub(crate) fn requests(&self) -> Vec<Received> {
+        self.shared.requests.lock().unwrap().clone()
+    }
+
+    /// How often the effect of the request with this id took place.
+    pub(crate) fn effects(&self, id: &str) -> usize {
+        self.shared
+            .effects
+            .lock()
+            .unwrap()
+            .get(id)
+            .map_or(0, Vec::len)
+    }
+
+    /// How the client ended each connection whose script waited for that.
+    pub(crate) fn ended(&self) -> Vec<(usize, Ended)> {
+        self.shared.ended.lock().unwrap().clone()
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let failures = self.shared.failures.lock().unwrap();
+        if !failures.is_empty() && !std::thread::panicking() {
+            panic!("the peer's script failed: {}", failures.join("; "));
+        }
+    }
+}
+
+/// A request as the peer read it.
+#[derive(Clone, Debug)]
+pub(crate) struct Received {
+    pub(crate) connection: usize,
+    pub(crate) head: String,
+    pub(crate) body: Vec<u8>,
+}
+
+impl Received {
+    /// The value of a field, by its lower-case name.
+    pub(crate) fn field(&self, name: &str) -> Option<&str> {
+        self.head.lines().skip(1).find_map(|line| {
+            let (field, value) = line.split_once(':')?;
+            field.eq_ignore_ascii_case(name).then(|| value.trim())
+        })
+    }
+
+    pub(crate) fn request_line(&self) -> &str {
+        self.head.lines().next().unwrap_or_default()
+    }
+
+    /// What the tests tell their requests apart by: the `x-id` field, else the target.
+    pub(crate) fn id(&self) -> String {
+        let target = self.request_line().split(' ').nth(1).unwrap_or_default();
+        self.field("x-id").unwrap_or(target).to_owned()
+    }
+}
+
+/// How the client ended a connection.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Ended {
+    /// A FIN; over TLS a close_notify before it.
+    Properly,
+    /// Over TLS: a FIN without a close_notify.
+    Truncated,
+    /// A reset.
+    Reset,
+}
+
+enum Wire {
+    Plain(TcpStream),
+    Tls(Box<StreamOwned<ServerConnection, TcpStream>>),
+}
+
+/// One accepted connection, in the hands of the script.
+pub(crate) struct Conn {
+    /// Which accepted connection this is, from 0.
+    pub(crate) index: usize,
+    wire: Wire,
+    buffer: Vec<u8>,
+    shared: Arc<Shared>,
+}
+
+impl Conn {
+    fn new(scheme: Scheme, stream: TcpStream, index: usize, shared: &Arc<Shared>) -> Option<Conn> {
+        stream.set_nodelay(true).expect("nodelay");
+        stream
+            .set_read_timeout(Some(PATIENCE))
+            .expect("read timeout");
+        let wire = match scheme {
+            Scheme::Http => Wire::Plain(stream),
+            Scheme::Https => {
+                let session = ServerConnection::new(server_config()).expect("a session");
+                let mut tls = StreamOwned::new(session, stream);
+                while tls.conn.is_handshaking() {
+                    // A client that gave up is no failure of the script.
+                    tls.conn.complete_io(&mut tls.sock).ok()?;
+                }
+                Wire::Tls(Box::new(tls))
+            }
+        };
+        Some(Conn {
+            index,
+            wire,
+            buffer: Vec::new(),
+            shared: Arc::clone(shared),
+        })
+    }
+
+    fn tcp(&self) -> &TcpStream {
+        match &self.wire {
+            Wire::Plain(stream) => stream,
+            Wire::Tls(stream) => &stream.sock,
+        }
+    }
+
+    fn read_more(&mut self) -> io::Result<usize> {
+        let mut bytes = [0; 16 * 1024];
+        let read = match &mut self.wire {
+            Wire::Plain(stream) => stream.read(&mut bytes),
+            Wire::Tls(stream) => stream.read(&mut bytes),
+        }?;
+        self.buffer.extend_from_slice(&bytes[..read]);
+        Ok(read)
+    }
+
+    /// Reads a request head. `None` when the client closes instead.
+    pub(crate) fn read_head(&mut self) -> Option<String> {
+        loop {
+            if let Some(end) = self
+                .buffer
+                .windows(4)
+                .position(|bytes| bytes == b"\r\n\r\n")
+            {
+                let head = self.buffer.drain(..end + 4).collect::<Vec<_>>();
+                return Some(String::from_utf8(head).expect("an ASCII head"));
+            }
+            match self.read_more() {
+                Ok(0) => {
+                    self.note_end(Ended::Properly);
+                    return None;
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    self.note_end(ended_by(&error));
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Reads a whole request. `None` when the client closes instead.
+    pub(crate) fn read_request(&mut self) -> Option<Received> {
+        let head = self.read_head()?;
+        let mut request = Received {
+            connection: self.index,
+            head,
+            body: Vec::new(),
+        };
+        if let Some(length) = request.field("content-length") {
+            let length: usize = length.parse().expect("a length");
+            while self.buffer.len() < length {
+                if self.read_more().ok()? == 0 {
+                    return None;
+                }
+            }
+            request.body = self.buffer.drain(..length).collect();
+        } else if request.field("transfer-encoding").is_some() {
+            request.body = self.read_chunked()?;
+        }
+        self.shared.requests.lock().unwrap().push(request.clone());
+        Some(request)
+    }
+
+    fn read_line(&mut self) -> Option<String> {
+        loop {
+            if let Some(end) = self.buffer.windows(2).position(|bytes| bytes == b"\r\n") {
+                let line = self.buffer.drain(..end + 2).collect::<Vec<_>>();
+                return Some(String::from_utf8(line[..end].to_vec()).expect("ASCII"));
+            }
+            if self.read_more().ok()? == 0 {
+                return None;
+            }
+        }
+    }
+
+    fn read_chunked(&mut self) -> Option<Vec<u8>> {
+        let mut body = Vec::new();
+        loop {
+            let size = self.read_line()?;
+            let size = usize::from_str_radix(size.trim(), 16).expect("a chunk size");
+            if size == 0 {
+                while !self.read_line()?.is_empty() {}
+                return Some(body);
+            }
+            while self.buffer.len() < size + 2 {
+                if self.read_more().ok()? == 0 {
+                    return None;
+                }
+            }
+            body.extend(self.buffer.drain(..size));
+            self.buffer.drain(..2);
+        }
+    }
+
+    /// The request takes effect: from now on it is in the ledger.
+    pub(crate) fn apply(&mut self, request: &Received) {
+        let mut effects = self.shared.effects.lock().unwrap();
+        effects
+            .entry(request.id())
+            .or_default()
+            .push(request.body.clone());
+    }
+
+    /// Sends bytes as they are. A client that is gone is no failure.
+    pub(crate) fn send(&mut self, bytes: impl AsRef<[u8]>) {
+        let bytes = bytes.as_ref();
+        let _ = match &mut self.wire {
+            Wire::Plain(stream) => stream.write_all(bytes),
+            Wire::Tls(stream) => stream.write_all(bytes).and_then(|()| stream.flush()),
+        };
+    }
+
+    /// Answers 200 with this body and its length.
+    pub(crate) fn reply(&mut self, body: &str) {
+        self.reply_with("", body);
+    }
+
+    /// Answers 200 with more fields, each ended by CRLF.
+    pub(crate) fn reply_with(&mut self, fields: &str, body: &str) {
+        let length = body.len();
+        self.send(format!(
+            "HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n{fields}\r\n{body}"
+        ));
+    }
+
+    /// Reads, applies and answers as many requests; the answer is the connection's index. `false` when
+    /// the client closed before.
+    pub(crate) fn answer_requests(&mut self, count: usize) -> bool {
+        for _ in 0..count {
+            let Some(request) = self.read_request() else {
+                return false;
+            };
+            self.apply(&request);
+            let index = self.index.to_string();
+            self.reply(&index);
+        }
+        true
+    }
+
+    /// Waits until a byte is there to be read, and leaves it there.
+    pub(crate) fn await_first_byte(&mut self) {
+        if self.buffer.is_empty() {
+            let mut byte = [0];
+            assert_eq!(
+                self.tcp().peek(&mut byte).expect("a byte"),
+                1,
+                "the client closed"
+            );
+        }
+    }
+
+    /// Reads whatever comes until the client closes, notes how it did, and tells how many bytes came.
+    pub(crate) fn await_end(&mut self) -> (Ended, usize) {
+        let mut bytes = std::mem::take(&mut self.buffer).len();
+        loop {
+            match self.read_more() {
+                Ok(0) => {
+                    self.note_end(Ended::Properly);
+                    return (Ended::Properly, bytes);
+                }
+                Ok(_) => bytes += std::mem::take(&mut self.buffer).len(),
+                Err(error) => {
+                    let ended = ended_by(&error);
+                    self.note_end(ended);
+                    return (ended, bytes);
+                }
+            }
+        }
+    }
+
+    fn note_end(&self, ended: Ended) {
+        self.shared.ended.lock().unwrap().push((self.index, ended));
+    }
+
+    /// Ends our direction with a bare FIN; over TLS without a close_notify.
+    pub(crate) fn fin(&mut self) {
+        let _ = self.tcp().shutdown(Shutdown::Write);
+    }
+
+    /// Over TLS: says close_notify, and nothing on TCP.
+    pub(crate) fn close_notify(&mut self) {
+        if let Wire::Tls(stream) = &mut self.wire {
+            stream.conn.send_close_notify();
+            let _ = stream.flush();
+        }
+    }
+
+    /// Over TLS: sends a message of TLS's own (a key update), as servers may whenever they like.
+    pub(crate) fn send_key_update(&mut self) {
+        if let Wire::Tls(stream) = &mut self.wire {
+            stream.conn.refresh_traffic_keys().expect("TLS 1.3");
+            let _ = stream.flush();
+        }
+    }
+
+    /// Resets the connection.
+    pub(crate) fn rst(&mut self) {
+        SockRef::from(self.tcp())
+            .set_linger(Some(Duration::ZERO))
+            .expect("linger");
+        self.close();
+    }
+
+    /// Closes the socket at once, in both directions.
+    pub(crate) fn close(&mut self) {
+        // The only copy of the descriptor leaves with the old wire.
+        let dead = TcpListener::bind("127.0.0.1:0").and_then(|listener| {
+            let client = TcpStream::connect(listener.local_addr()?)?;
+            Ok(client)
+        });
+        self.wire = Wire::Plain(dead.expect("a stand-in socket"));
+    }
+}
+
+fn ended_by(error: &io::Error) -> Ended {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => Ended::Truncated,
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => Ended::Reset,
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            panic!("the client neither sent nor closed for {PATIENCE:?}")
+        }
+        _ => panic!("unexpected end: {error}"),
+    }
+}
+
+/// A door between the test and a script.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Gate(Arc<(Mutex<bool>, Condvar)>);
+
+impl Gate {
+    pub(crate) fn new() -> Gate {
+        Gate::default()
+    }
+
+    pub(crate) fn open(&self) {
+        *self.0.0.lock().unwrap() = true;
+        self.0.1.notify_all();
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        *self.0.0.lock().unwrap()
+    }
+
+    /// Blocks the script until the gate is open.
+    pub(crate) fn pass(&self) {
+        let guard = self.0.0.lock().unwrap();
+        let wait = self.0.1.wait_timeout_while(guard, PATIENCE, |open| !*open);
+        assert!(!wait.unwrap().1.timed_out(), "nobody opened the gate");
+    }
+}
