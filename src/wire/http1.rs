@@ -270,3 +270,167 @@ impl Future for Driver {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use bytes::Bytes;
+    use http::{HeaderMap, HeaderValue, Method, Version};
+    use http_body::Frame;
+    use http_body_util::{BodyExt, StreamBody};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::delivery::Delivery;
+    use crate::error::ErrorKind;
+    use crate::stats::Counters;
+    use crate::wire::meter::Metered;
+    use crate::wire::outgoing::Head;
+
+    async fn connection() -> (Conn, Driver, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+        let address = listener.local_addr().expect("address");
+        let (client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+        let meter = Meter::new(Arc::new(Counters::new()), false);
+        let stream = Metered::new(client.expect("connect"), Arc::clone(&meter));
+        let socket = Arc::clone(stream.socket());
+        let stream = Stream::plain(stream, Arc::clone(&meter));
+        let halves = establish(stream, socket, meter, false).await;
+        let (conn, driver) = halves.expect("http/1.1 has no handshake");
+        (conn, driver, accepted.expect("accept").0)
+    }
+
+    /// A one-shot body of two frames and trailers, of a kind that nobody could clone.
+    fn upload() -> Outgoing {
+        let trailers =
+            HeaderMap::from_iter([(http::header::EXPIRES, HeaderValue::from_static("never"))]);
+        let frames = [
+            Frame::data(Bytes::from("amount")),
+            Frame::data(Bytes::from("=10")),
+            Frame::trailers(trailers),
+        ];
+        let frames = frames.map(Ok::<_, Infallible>);
+        let body = StreamBody::new(futures_util::stream::iter(frames));
+        let head = Head {
+            method: Method::POST,
+            uri: "/pay".parse().expect("a target"),
+            version: Version::HTTP_11,
+            headers: HeaderMap::from_iter([(
+                http::header::HOST,
+                HeaderValue::from_static("localhost"),
+            )]),
+            extensions: http::Extensions::new(),
+        };
+        Outgoing {
+            head,
+            body: OutBody::new(body),
+        }
+    }
+
+    async fn sent_whole(outgoing: Outgoing) {
+        assert_eq!(outgoing.head.method, Method::POST);
+        assert_eq!(outgoing.head.headers.len(), 1);
+        let body = outgoing.body.collect().await.expect("the body");
+        let trailers = body.trailers().cloned();
+        assert_eq!(trailers.map(|trailers| trailers.len()), Some(1));
+        assert_eq!(body.to_bytes(), "amount=10");
+    }
+
+    /// hyper has encoded the head and polled the body by then; nothing of it may be missing.
+    #[tokio::test]
+    async fn a_request_that_finds_its_connection_dead_comes_back_whole() {
+        let (mut conn, driver, server) = connection().await;
+        drop(server);
+        // This thread, and so the reactor, sees nothing of it until the first write looks.
+        let driver = tokio::spawn(driver);
+        let failed = conn.exchange(upload()).await.expect_err("dead");
+        assert_eq!(failed.error.delivery(), Delivery::NotSent);
+        assert_eq!(failed.error.kind(), ErrorKind::ConnectionClosed);
+        assert_eq!(failed.error.bytes_taken(), 0);
+        sent_whole(*failed.again.expect("nothing left")).await;
+        driver.await.expect("it ends");
+    }
+
+    #[tokio::test]
+    async fn a_request_behind_unasked_bytes_comes_back_whole_and_is_not_answered_by_them() {
+        let (mut conn, driver, mut server) = connection().await;
+        let forged = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+        server.write_all(forged).await.expect("write");
+        tokio::spawn(driver);
+        let failed = conn.exchange(upload()).await.expect_err("not an answer");
+        assert_eq!(failed.error.delivery(), Delivery::NotSent);
+        sent_whole(*failed.again.expect("nothing left")).await;
+        drop(conn);
+        let mut received = Vec::new();
+        let _ = server.read_to_end(&mut received).await;
+        assert_eq!(received, b"", "the server was sent something");
+    }
+
+    /// A request that came back goes out again byte for byte, its one-shot body included.
+    #[tokio::test]
+    async fn a_request_that_came_back_goes_out_as_if_nothing_had_happened() {
+        let (mut dead, driver, server) = connection().await;
+        drop(server);
+        tokio::spawn(driver);
+        let failed = dead.exchange(upload()).await.expect_err("dead");
+        let again = failed.again.expect("nothing left");
+
+        let (mut conn, driver, mut server) = connection().await;
+        tokio::spawn(driver);
+        let answer = async {
+            let mut received = Vec::new();
+            while !received.ends_with(b"\r\n0\r\nexpires: never\r\n\r\n")
+                && !received.ends_with(b"0\r\n\r\n")
+            {
+                assert!(server.read_buf(&mut received).await.expect("read") > 0);
+            }
+            server
+                .write_all(b"HTTP/1.1 204 No Content\r\n\r\n")
+                .await
+                .expect("write");
+            String::from_utf8(received).expect("text")
+        };
+        let (result, received) = tokio::join!(conn.exchange(*again), answer);
+        let (response, upload) = result.expect("an answer");
+        assert_eq!(response.status(), 204);
+        assert!(upload.is_finished());
+        assert!(
+            received.starts_with("POST /pay HTTP/1.1\r\nhost: localhost\r\n"),
+            "{received}"
+        );
+        assert!(
+            received.contains("6\r\namount\r\n3\r\n=10\r\n0\r\n"),
+            "{received}"
+        );
+    }
+
+    /// A byte was taken: it is not ours to send again, and nothing is kept of it.
+    #[tokio::test]
+    async fn a_request_of_which_a_byte_was_taken_does_not_come_back() {
+        let (mut conn, driver, mut server) = connection().await;
+        tokio::spawn(driver);
+        let close = async {
+            let mut byte = [0];
+            server.read_exact(&mut byte).await.expect("read");
+            drop(server);
+        };
+        let (result, ()) = tokio::join!(conn.exchange(upload()), close);
+        let failed = result.expect_err("closed");
+        assert_eq!(failed.error.delivery(), Delivery::Unknown);
+        assert!(failed.error.bytes_taken() > 0);
+        assert!(failed.again.is_none());
+    }
+
+    /// A reset in the middle of a goodbye is nobody's problem; a goodbye without end is.
+    #[tokio::test(start_paused = true)]
+    async fn a_peer_that_never_closes_is_waited_for_within_bounds() {
+        let (conn, mut driver, server) = connection().await;
+        drop(conn);
+        let end = (&mut driver).await;
+        assert!(matches!(end, End::Over(_)));
+        driver.linger().await;
+        drop(server);
+    }
+}

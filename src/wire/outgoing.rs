@@ -248,7 +248,13 @@ impl Body for OutBody {
             Some(Err(_)) => self.upload.note(|progress| &progress.failed),
             None => {}
         }
-        if frame.is_none() || self.is_end_stream() {
+        // Trailers are the end: nobody asks behind them.
+        let is_last = match &frame {
+            Some(Ok(frame)) => frame.is_trailers(),
+            Some(Err(_)) => false,
+            None => true,
+        };
+        if is_last || self.is_end_stream() {
             self.upload.note(|progress| &progress.finished);
         }
         Poll::Ready(frame)

@@ -78,7 +78,7 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::AsyncWriteExt;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
     use super::*;
@@ -123,7 +123,8 @@ mod tests {
         peek_until(&client, |seen| seen != Peek::Quiet).await;
         assert_eq!(peek(&client), Peek::Readable);
         let mut bytes = [0; 8];
-        assert_eq!(client.try_read(&mut bytes).expect("still there"), 3);
+        let mut client = client;
+        assert_eq!(client.read(&mut bytes).await.expect("still there"), 3);
     }
 
     #[tokio::test]

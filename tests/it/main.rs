@@ -2,4 +2,6 @@
 
 mod support;
 
+mod cancel;
 mod persistence;
+mod stale;
