@@ -153,6 +153,7 @@ struct Inner {
     origin: Option<Origin>,
     resends: u32,
     refusal: Option<Refusal>,
+    passed: bool,
     ledger: Option<RetryLedger>,
     source: Option<BoxError>,
 }
@@ -170,6 +171,7 @@ impl Error {
             origin: None,
             resends: 0,
             refusal: None,
+            passed: false,
             ledger: None,
             source: None,
         }))
@@ -240,6 +242,16 @@ impl Error {
         self
     }
 
+    /// Marks the error as having been through a retry layer: final for every other one above.
+    pub(crate) fn with_passed(mut self) -> Self {
+        self.0.passed = true;
+        self
+    }
+
+    pub(crate) fn has_passed(&self) -> bool {
+        self.0.passed
+    }
+
     pub(crate) fn ledger(&self) -> Option<&RetryLedger> {
         self.0.ledger.as_ref()
     }
@@ -249,7 +261,8 @@ impl Error {
         self.0.kind
     }
 
-    /// What is known of the request's delivery.
+    /// What is known of the request's delivery. After resends, of all its attempts together: the
+    /// least safe one. All else that the error tells is of the last attempt.
     pub fn delivery(&self) -> Delivery {
         self.0.delivery
     }

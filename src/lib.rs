@@ -5,6 +5,7 @@ mod delivery;
 mod error;
 mod origin;
 mod pool;
+mod retry;
 mod rules;
 mod stats;
 mod timings;
@@ -16,5 +17,9 @@ pub use origin::Origin;
 pub use pool::body::ResponseBody;
 pub use pool::builder::Builder;
 pub use pool::service::{Pool, ResponseFuture};
+pub use retry::{
+    Class, IdempotencyKey, InvalidKey, KeyForm, ReplayBody, Retry, RetryBudget, RetryFuture,
+    RetryLayer, RetryPolicy,
+};
 pub use stats::{ByReason, CloseReason, Refusal, RetryReason, Stats};
 pub use timings::{ConnectionFacts, DialTimings, Handshake, Timings};
