@@ -6,4 +6,5 @@ mod support;
 
 mod cancel;
 mod persistence;
+mod retry;
 mod stale;

@@ -396,6 +396,13 @@ impl Conn {
         }
     }
 
+    /// As [`await_first_byte`](Conn::await_first_byte), for scripts that do not mind a client that closes.
+    pub(crate) fn await_first_byte_or_end(&mut self) {
+        if self.buffer.is_empty() {
+            let _ = self.tcp().peek(&mut [0]);
+        }
+    }
+
     /// Reads whatever comes until the client closes, notes how it did, and tells how many bytes came.
     pub(crate) fn await_end(&mut self) -> (Ended, usize) {
         let mut bytes = std::mem::take(&mut self.buffer).len();
