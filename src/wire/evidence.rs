@@ -50,6 +50,13 @@ pub(crate) fn of_hand_back(error: hyper::Error) -> Error {
         .with_source(error)
 }
 
+/// Why a connection ended that handed a request back, where hyper gave that reason to the request and
+/// not to the connection's task: it does so for a request that was queued when it saw the end.
+pub(crate) fn of_hand_back_end(error: &hyper::Error) -> Option<CloseReason> {
+    let cause = error.source()?.downcast_ref::<hyper::Error>()?;
+    Some(of_idle_error(cause))
+}
+
 /// The error of a response body that ended before its end. The head was delivered: whatever the
 /// request did is done.
 pub(crate) fn of_response_body(error: hyper::Error) -> Error {
@@ -69,9 +76,13 @@ pub(crate) fn of_peek(peek: Peek) -> CloseReason {
 
 /// How a connection's own task saw it end, for a connection that nobody was using.
 pub(crate) fn of_end(result: &Result<(), hyper::Error>) -> CloseReason {
-    let Err(error) = result else {
-        return CloseReason::PeerClosedIdle;
-    };
+    match result {
+        Ok(()) => CloseReason::PeerClosedIdle,
+        Err(error) => of_idle_error(error),
+    }
+}
+
+fn of_idle_error(error: &hyper::Error) -> CloseReason {
     match io_cause(error) {
         // TLS without close_notify: closed, if not politely.
         Some(io::ErrorKind::UnexpectedEof) => CloseReason::PeerClosedIdle,

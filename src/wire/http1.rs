@@ -151,8 +151,12 @@ impl Conn {
             Err(failure) => failure,
         };
         if let Some(request) = failure.take_message() {
+            let error = failure.into_error();
+            if let Some(reason) = evidence::of_hand_back_end(&error) {
+                self.meter.close_because(reason);
+            }
             return Err(Failed {
-                error: evidence::of_hand_back(failure.into_error()),
+                error: evidence::of_hand_back(error),
                 again: Some(Box::new(Outgoing::handed_back(request))),
             });
         }

@@ -1,10 +1,15 @@
 //! Promises kept over real sockets, against servers that are scripted and that count.
 
-#![allow(clippy::unwrap_used)] // a panic is how a test fails
+// Helpers fail by panicking, as tests do.
+#![allow(clippy::unwrap_used)]
 
 mod support;
 
 mod cancel;
+mod desync;
+mod idle;
+mod incomplete;
 mod persistence;
 mod retry;
 mod stale;
+mod tls;

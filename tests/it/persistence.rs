@@ -236,11 +236,7 @@ async fn the_connection_that_came_back_last_is_used_first() {
     assert_eq!(peer.accepted(), 3);
     let order = [1, 2, 0];
     for index in order {
-        let response = held
-            .iter_mut()
-            .nth(index)
-            .map(std::mem::take)
-            .expect("held");
+        let response = held.get_mut(index).map(std::mem::take).expect("held");
         assert_eq!(read(response).await.expect("a body"), index.to_string());
     }
     for _ in 0..3 {

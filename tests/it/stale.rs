@@ -5,6 +5,9 @@ use idempool::{CloseReason, Delivery, ErrorKind, Phase};
 
 use crate::support::{BOTH, Conn, Gate, Peer, Scheme, eventually, fetch, get, pool, post};
 
+/// How a script ends its connection.
+type End = fn(&mut Conn);
+
 /// A peer whose first connection answers one request, waits for the gate, and then ends as told. Its
 /// other connections behave. The second gate opens once the end is on its way.
 fn ends_while_idle(
@@ -59,7 +62,7 @@ async fn a_close_while_idle_is_noticed_at_once_and_costs_no_request() {
 /// The runtime is kept from running the connection's task, as a busy one would; only the kernel knows.
 #[tokio::test]
 async fn what_the_task_had_no_time_to_see_the_probe_catches() {
-    let ends: [(&str, fn(&mut Conn), CloseReason); 3] = [
+    let ends: [(&str, End, CloseReason); 3] = [
         ("fin", Conn::fin, CloseReason::ProbeFoundClosed),
         (
             "rst",
@@ -100,7 +103,7 @@ fn reset_and_stay_away(conn: &mut Conn) {
 /// Over TLS as over TCP, polite or not.
 #[tokio::test]
 async fn an_end_over_tls_is_caught_before_a_request_is_written() {
-    let ends: [(&str, fn(&mut Conn)); 4] = [
+    let ends: [(&str, End); 4] = [
         ("close_notify and FIN", |conn| {
             conn.close_notify();
             conn.fin();
@@ -193,7 +196,7 @@ async fn a_whole_shelf_of_dead_connections_costs_one_dial() {
 /// the failure surfaces: end of stream, reset, broken pipe, TLS truncation.
 #[tokio::test]
 async fn a_close_that_crosses_the_request_is_the_same_error_in_every_guise() {
-    let ends: [(&str, fn(&mut Conn)); 3] = [
+    let ends: [(&str, End); 3] = [
         ("close", Conn::close),
         ("reset", Conn::rst),
         ("fin, then close", |conn| {
@@ -255,7 +258,7 @@ async fn a_close_that_crosses_the_request_is_the_same_error_in_every_guise() {
 /// A31: once the kernel took a byte, "not processed" must not be claimed.
 #[tokio::test]
 async fn a_request_that_was_read_and_applied_is_never_called_not_sent() {
-    let ends: [(&str, fn(&mut Conn)); 2] = [("close", Conn::close), ("reset", Conn::rst)];
+    let ends: [(&str, End); 2] = [("close", Conn::close), ("reset", Conn::rst)];
     for scheme in BOTH {
         for reused in [false, true] {
             for (name, end) in ends {

@@ -1,5 +1,6 @@
 //! What the tests are written in: a scripted peer, certificates for it, and a client for it.
 
+mod logs;
 mod peer;
 mod tls;
 
@@ -8,11 +9,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{Request, Response};
+use http_body::Body;
 use http_body_util::{BodyExt, Full};
 use idempool::{Builder, Pool, ResponseBody};
 
+pub(crate) use logs::Logs;
 pub(crate) use peer::{Conn, Ended, Gate, Peer, Received, Scheme};
-pub(crate) use tls::client_config;
+pub(crate) use tls::{Names, client_config, client_config_with, server_config};
 
 /// Both schemes, for promises that hold over each.
 pub(crate) const BOTH: [Scheme; 2] = [Scheme::Http, Scheme::Https];
@@ -46,6 +49,22 @@ pub(crate) async fn read(response: Response<ResponseBody>) -> Result<Bytes, idem
     Ok(response.into_body().collect().await?.to_bytes())
 }
 
+/// Reads a response as far as it goes: what came, and the error that ended it, if one did.
+pub(crate) async fn read_until_error(
+    response: Response<ResponseBody>,
+) -> (Vec<u8>, Option<idempool::Error>) {
+    let mut body = response.into_body();
+    let mut bytes = Vec::new();
+    while let Some(frame) = body.frame().await {
+        match frame {
+            Ok(frame) => bytes.extend(frame.into_data().unwrap_or_default()),
+            Err(error) => return (bytes, Some(error)),
+        }
+    }
+    assert!(body.is_end_stream(), "an end that is not one");
+    (bytes, None)
+}
+
 /// Sends a request, reads the whole response, and gives its body as text.
 pub(crate) async fn fetch(
     pool: &Pool,
@@ -67,6 +86,18 @@ pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
         );
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
+}
+
+/// As [`eventually`], but stops the runtime's thread meanwhile: nothing of the pool's moves, so that
+/// what the kernel was told is there before any task has seen it.
+pub(crate) fn hold_runtime_until(what: &str, mut holds: impl FnMut() -> bool) {
+    for _ in 0..10_000 {
+        if holds() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("never happened: {what}");
 }
 
 /// Runs a test body on a current-thread and on a multi-thread runtime.

@@ -21,10 +21,11 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use rustls::{ServerConnection, StreamOwned};
+use rustls::server::Acceptor;
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use socket2::SockRef;
 
-use super::tls::server_config;
+use super::tls::{Names, server_config};
 
 /// How long a script waits for the client before it fails.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -60,6 +61,7 @@ struct Shared {
     requests: Mutex<Vec<Received>>,
     effects: Mutex<HashMap<String, Vec<Vec<u8>>>>,
     ended: Mutex<Vec<(usize, Ended)>>,
+    offered: Mutex<Vec<Vec<String>>>,
     failures: Mutex<Vec<String>>,
 }
 
@@ -67,6 +69,15 @@ impl Peer {
     /// Starts a peer on a free port. The script is called with each accepted connection.
     pub(crate) fn start(
         scheme: Scheme,
+        script: impl Fn(&mut Conn) + Send + Sync + 'static,
+    ) -> Peer {
+        Peer::start_with(scheme, server_config(Names::Local), script)
+    }
+
+    /// As [`start`](Peer::start), with a TLS configuration of its own.
+    pub(crate) fn start_with(
+        scheme: Scheme,
+        config: Arc<ServerConfig>,
         script: impl Fn(&mut Conn) + Send + Sync + 'static,
     ) -> Peer {
         let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
@@ -81,10 +92,15 @@ impl Peer {
                 let open = state.open.fetch_add(1, SeqCst) + 1;
                 state.most_open.fetch_max(open, SeqCst);
                 let (state, script) = (Arc::clone(&state), Arc::clone(&script));
+                let config = Arc::clone(&config);
                 std::thread::spawn(move || {
                     let run = AssertUnwindSafe(|| {
-                        if let Some(mut conn) = Conn::new(scheme, stream, index, &state) {
-                            script(&mut conn);
+                        let wire = match scheme {
+                            Scheme::Http => Some(Wire::Plain(stream)),
+                            Scheme::Https => shake_hands(stream, config, &state),
+                        };
+                        if let Some(wire) = wire {
+                            script(&mut Conn::new(wire, index, &state));
                         }
                     });
                     if let Err(panic) = catch_unwind(run) {
@@ -149,6 +165,29 @@ impl Peer {
             .map_or(0, Vec::len)
     }
 
+    /// The protocols that the client offered (ALPN), for each TLS connection.
+    pub(crate) fn offered(&self) -> Vec<Vec<String>> {
+        self.shared.offered.lock().unwrap().clone()
+    }
+
+    /// How many sockets of the client are connected to this peer, or half closed and forgotten.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn client_sockets(&self) -> usize {
+        const TIME_WAIT: &str = "06";
+        let remote = format!("0100007F:{:04X}", self.address.port());
+        let table = std::fs::read_to_string("/proc/net/tcp").expect("the socket table");
+        let fields = |line: &str| {
+            line.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        let is_client = |line: &&str| {
+            let fields = fields(line);
+            fields.get(2) == Some(&remote) && fields.get(3).is_some_and(|state| state != TIME_WAIT)
+        };
+        table.lines().filter(is_client).count()
+    }
+
     /// How the client ended each connection whose script waited for that.
     pub(crate) fn ended(&self) -> Vec<(usize, Ended)> {
         self.shared.ended.lock().unwrap().clone()
@@ -208,6 +247,42 @@ enum Wire {
     Tls(Box<StreamOwned<ServerConnection, TcpStream>>),
 }
 
+/// Shakes hands, and notes which protocols the client offers. `None` when it comes to nothing, which is
+/// no failure of the script.
+fn shake_hands(
+    mut stream: TcpStream,
+    config: Arc<ServerConfig>,
+    shared: &Arc<Shared>,
+) -> Option<Wire> {
+    stream
+        .set_read_timeout(Some(PATIENCE))
+        .expect("read timeout");
+    let mut acceptor = Acceptor::default();
+    let hello = loop {
+        if acceptor.read_tls(&mut stream).ok()? == 0 {
+            return None;
+        }
+        if let Some(hello) = acceptor.accept().ok()? {
+            break hello;
+        }
+    };
+    let offered = hello.client_hello().alpn().into_iter().flatten();
+    let offered = offered.map(|name| String::from_utf8_lossy(name).into_owned());
+    shared.offered.lock().unwrap().push(offered.collect());
+    let session = match hello.into_connection(config) {
+        Ok(session) => session,
+        Err((_, mut alert)) => {
+            let _ = alert.write_all(&mut stream);
+            return None;
+        }
+    };
+    let mut tls = StreamOwned::new(session, stream);
+    while tls.conn.is_handshaking() {
+        tls.conn.complete_io(&mut tls.sock).ok()?;
+    }
+    Some(Wire::Tls(Box::new(tls)))
+}
+
 /// One accepted connection, in the hands of the script.
 pub(crate) struct Conn {
     /// Which accepted connection this is, from 0.
@@ -218,29 +293,18 @@ pub(crate) struct Conn {
 }
 
 impl Conn {
-    fn new(scheme: Scheme, stream: TcpStream, index: usize, shared: &Arc<Shared>) -> Option<Conn> {
-        stream.set_nodelay(true).expect("nodelay");
-        stream
-            .set_read_timeout(Some(PATIENCE))
-            .expect("read timeout");
-        let wire = match scheme {
-            Scheme::Http => Wire::Plain(stream),
-            Scheme::Https => {
-                let session = ServerConnection::new(server_config()).expect("a session");
-                let mut tls = StreamOwned::new(session, stream);
-                while tls.conn.is_handshaking() {
-                    // A client that gave up is no failure of the script.
-                    tls.conn.complete_io(&mut tls.sock).ok()?;
-                }
-                Wire::Tls(Box::new(tls))
-            }
-        };
-        Some(Conn {
+    fn new(wire: Wire, index: usize, shared: &Arc<Shared>) -> Conn {
+        let conn = Conn {
             index,
             wire,
             buffer: Vec::new(),
             shared: Arc::clone(shared),
-        })
+        };
+        conn.tcp().set_nodelay(true).expect("nodelay");
+        conn.tcp()
+            .set_read_timeout(Some(PATIENCE))
+            .expect("read timeout");
+        conn
     }
 
     fn tcp(&self) -> &TcpStream {
@@ -386,7 +450,7 @@ impl Conn {
 
     /// Waits until a byte is there to be read, and leaves it there.
     pub(crate) fn await_first_byte(&mut self) {
-        if self.buffer.is_empty() {
+        if !self.has_bytes() {
             let mut byte = [0];
             assert_eq!(
                 self.tcp().peek(&mut byte).expect("a byte"),
@@ -398,9 +462,22 @@ impl Conn {
 
     /// As [`await_first_byte`](Conn::await_first_byte), for scripts that do not mind a client that closes.
     pub(crate) fn await_first_byte_or_end(&mut self) {
-        if self.buffer.is_empty() {
+        if !self.has_bytes() {
             let _ = self.tcp().peek(&mut [0]);
         }
+    }
+
+    /// Whether bytes of the client have been taken from the socket already. TLS takes them with the end
+    /// of its handshake.
+    fn has_bytes(&mut self) -> bool {
+        let in_tls = match &mut self.wire {
+            Wire::Plain(_) => false,
+            Wire::Tls(stream) => {
+                let state = stream.conn.process_new_packets();
+                state.is_ok_and(|state| state.plaintext_bytes_to_read() > 0)
+            }
+        };
+        in_tls || !self.buffer.is_empty()
     }
 
     /// Reads whatever comes until the client closes, notes how it did, and tells how many bytes came.
@@ -429,6 +506,26 @@ impl Conn {
     /// Ends our direction with a bare FIN; over TLS without a close_notify.
     pub(crate) fn fin(&mut self) {
         let _ = self.tcp().shutdown(Shutdown::Write);
+    }
+
+    /// Sends bytes and a FIN in one segment.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn send_with_fin(&mut self, bytes: impl AsRef<[u8]>) {
+        SockRef::from(self.tcp()).set_tcp_cork(true).expect("cork");
+        self.send(bytes);
+        self.fin();
+    }
+
+    /// Waits for the client's FIN on TCP, below TLS.
+    pub(crate) fn await_fin(&mut self) {
+        let mut bytes = [0; 1024];
+        let mut tcp = self.tcp();
+        while tcp.read(&mut bytes).expect("a FIN, and no reset") > 0 {}
+    }
+
+    /// Whether the client's side has answered anything with a reset.
+    pub(crate) fn was_reset(&self) -> bool {
+        self.tcp().take_error().expect("a socket").is_some()
     }
 
     /// Over TLS: says close_notify, and nothing on TCP.

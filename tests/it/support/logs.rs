@@ -1,0 +1,62 @@
+//! What the crate logs on this thread.
+
+use std::fmt::Write;
+use std::sync::{Arc, Mutex};
+
+use tracing::field::{Field, Visit};
+use tracing::subscriber::DefaultGuard;
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+
+/// Keeps every event of this thread until it is dropped.
+pub(crate) struct Logs {
+    events: Arc<Mutex<Vec<(Level, String)>>>,
+    _guard: DefaultGuard,
+}
+
+impl Logs {
+    pub(crate) fn capture() -> Logs {
+        let events = Arc::default();
+        let capture = Capture(Arc::clone(&events));
+        let subscriber = tracing_subscriber::registry().with(capture);
+        Logs {
+            events,
+            _guard: tracing::subscriber::set_default(subscriber),
+        }
+    }
+
+    /// The events that a program sees which logs no debugging output.
+    pub(crate) fn above_debug(&self) -> Vec<String> {
+        self.select(|level| *level < Level::DEBUG)
+    }
+
+    /// The debugging output.
+    pub(crate) fn debug(&self) -> Vec<String> {
+        self.select(|level| *level == Level::DEBUG)
+    }
+
+    fn select(&self, wanted: impl Fn(&Level) -> bool) -> Vec<String> {
+        let events = self.events.lock().unwrap();
+        let wanted = events.iter().filter(|(level, _)| wanted(level));
+        wanted.map(|(_, text)| text.clone()).collect()
+    }
+}
+
+struct Capture(Arc<Mutex<Vec<(Level, String)>>>);
+
+impl<S: Subscriber> Layer<S> for Capture {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        let mut text = Text(event.metadata().target().to_owned());
+        event.record(&mut text);
+        let level = *event.metadata().level();
+        self.0.lock().unwrap().push((level, text.0));
+    }
+}
+
+struct Text(String);
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        let _ = write!(self.0, " {field}={value:?}");
+    }
+}
