@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use http::uri::Scheme;
 
-use crate::pool::service::Pool;
 use crate::wire::dial::Dialer;
 use crate::wire::socket::SocketOptions;
 use crate::wire::tls::TlsClient;
@@ -21,7 +20,7 @@ pub(crate) struct Config {
     pub(crate) dialer: Dialer,
 }
 
-/// Builds a [`Pool`]. See each method for its default and the reason for it.
+/// Builds a [`Pool`](crate::Pool). See each method for its default and the reason for it.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct Builder {
@@ -205,13 +204,12 @@ impl Builder {
         self
     }
 
-    /// Makes the pool. It opens nothing until the first request.
-    pub fn build(self) -> Pool {
+    pub(crate) fn config(self) -> Config {
         #[cfg(feature = "tls")]
         let tls = TlsClient::new(self.tls);
         #[cfg(not(feature = "tls"))]
         let tls = TlsClient;
-        Pool::with_config(Config {
+        Config {
             idle_timeout: self.idle_timeout,
             max_idle_per_origin: self.max_idle_per_origin,
             drain_bytes: self.drain_bytes,
@@ -223,6 +221,6 @@ impl Builder {
                 options: self.options,
                 tls,
             },
-        })
+        }
     }
 }

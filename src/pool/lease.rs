@@ -1,4 +1,4 @@
-//! Who holds a connection: nobody (a [`Card`] on the shelf) or one exchange (a [`Lease`]).
+//! The right to use a connection for one exchange.
 //!
 //! # Invariants
 //!
@@ -12,29 +12,12 @@ use std::time::Duration;
 
 use crate::clock::now;
 use crate::error::Error;
+use crate::pool::card::Card;
 use crate::pool::keeper::keep;
 use crate::pool::state::Host;
 use crate::stats::{CloseReason, Counters};
 use crate::timings::{ConnectionFacts, DialTimings, Handshake};
 use crate::wire::http1::{Conn, Probe};
-
-/// A connection and what is written on its card.
-#[derive(Debug)]
-pub(crate) struct Card {
-    pub(crate) id: u64,
-    conn: Conn,
-    peer: Option<std::net::SocketAddr>,
-    dial: DialTimings,
-    handshake: Option<Handshake>,
-    served: u32,
-}
-
-impl Card {
-    /// Closes the connection, which is idle: properly, in the background.
-    pub(crate) fn close(self, reason: CloseReason) {
-        self.conn.meter().close_because(reason);
-    }
-}
 
 /// The right to use a connection for one exchange.
 #[derive(Debug)]

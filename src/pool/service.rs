@@ -19,7 +19,7 @@ use tracing::Instrument;
 
 use crate::clock::now;
 use crate::delivery::{FreshConnection, ResendCount};
-use crate::error::{BoxError, Error, ErrorKind};
+use crate::error::{BoxError, Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::pool::body::{After, ResponseBody};
 use crate::pool::builder::{Builder, Config};
@@ -76,12 +76,6 @@ impl Pool {
         Pool::builder().build()
     }
 
-    pub(crate) fn with_config(config: Config) -> Pool {
-        Pool {
-            shared: Arc::new(Shared::new(config)),
-        }
-    }
-
     /// Sends a request and waits for the head of its response. The same as the service's `call`.
     ///
     /// # Errors
@@ -99,6 +93,15 @@ impl Pool {
     /// What the pool has done and saved so far.
     pub fn stats(&self) -> Stats {
         self.shared.stats()
+    }
+}
+
+impl Builder {
+    /// Makes the pool. It opens nothing until the first request.
+    pub fn build(self) -> Pool {
+        Pool {
+            shared: Arc::new(Shared::new(self.config())),
+        }
     }
 }
 
@@ -241,10 +244,7 @@ async fn send_to(
         let sent = now();
         let Some(conn) = lease.conn() else {
             // A new lease has its connection. There is no proof for what must not happen.
-            return Err(Error::new(
-                ErrorKind::ConnectionClosed,
-                crate::Phase::Unknown,
-            ));
+            return Err(Error::new(ErrorKind::ConnectionClosed, Phase::Unknown));
         };
         match conn.exchange(outgoing).await {
             Ok((response, upload)) => {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use crate::clock::{Instant, now};
 use crate::origin::Origin;
 use crate::pool::builder::Config;
-use crate::pool::lease::Card;
+use crate::pool::card::Card;
 use crate::rules::shelf::{Expiry, Shelf};
 use crate::stats::{CloseReason, Counters, Stats};
 use crate::timings::DialTimings;

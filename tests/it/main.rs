@@ -7,8 +7,11 @@ mod support;
 
 mod cancel;
 mod desync;
+mod ecosystem;
 mod idle;
 mod incomplete;
+mod layering;
+mod logging;
 mod persistence;
 mod retry;
 mod stale;

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::sync::{Arc, Mutex};
 
 use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::DefaultGuard;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -35,6 +36,11 @@ impl Logs {
         self.select(|level| *level == Level::DEBUG)
     }
 
+    /// Everything: events, spans and what was recorded on them later.
+    pub(crate) fn text(&self) -> String {
+        self.select(|_| true).join("\n")
+    }
+
     fn select(&self, wanted: impl Fn(&Level) -> bool) -> Vec<String> {
         let events = self.events.lock().unwrap();
         let wanted = events.iter().filter(|(level, _)| wanted(level));
@@ -45,6 +51,19 @@ impl Logs {
 struct Capture(Arc<Mutex<Vec<(Level, String)>>>);
 
 impl<S: Subscriber> Layer<S> for Capture {
+    fn on_new_span(&self, span: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
+        let mut text = Text(format!("span {}", span.metadata().name()));
+        span.record(&mut text);
+        let level = *span.metadata().level();
+        self.0.lock().unwrap().push((level, text.0));
+    }
+
+    fn on_record(&self, _: &Id, values: &Record<'_>, _: Context<'_, S>) {
+        let mut text = Text("recorded".to_owned());
+        values.record(&mut text);
+        self.0.lock().unwrap().push((Level::DEBUG, text.0));
+    }
+
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let mut text = Text(event.metadata().target().to_owned());
         event.record(&mut text);
