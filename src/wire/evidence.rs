@@ -93,7 +93,8 @@ fn of_idle_error(error: &hyper::Error) -> CloseReason {
     }
 }
 
-/// A failed connect or handshake, told apart by whether trying again can help.
+/// A failed handshake, told apart by whether trying again can help.
+#[cfg(feature = "tls")]
 pub(crate) fn of_handshake(error: io::Error) -> Error {
     let kind = if is_certificate_failure(&error) {
         ErrorKind::Certificate
@@ -127,11 +128,6 @@ fn is_certificate_failure(error: &io::Error) -> bool {
         ),
         _ => false,
     }
-}
-
-#[cfg(not(feature = "tls"))]
-fn is_certificate_failure(_: &io::Error) -> bool {
-    false
 }
 
 fn io_cause(error: &hyper::Error) -> Option<io::ErrorKind> {
