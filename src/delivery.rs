@@ -23,6 +23,16 @@ pub enum Delivery {
     /// [RFC 9110 section 15.5.20]: https://www.rfc-editor.org/rfc/rfc9110.html#section-15.5.20
     /// [RFC 8470 section 5.2]: https://www.rfc-editor.org/rfc/rfc8470.html#section-5.2
     Refused,
+    /// Strong evidence, not proof, that no byte of the request reached the server: it had closed its side
+    /// for good, and its kernel had acknowledged nothing of the request when it did. Linux only, and only
+    /// for requests that nothing else makes safe to send again.
+    ///
+    /// The server's FIN carries an acknowledgement that covers no byte of the request, and the connection
+    /// was then reset without one: so the FIN had left before the request came, and nobody was there to
+    /// read it. A server that half-closes, reads on, acts and aborts within its own acknowledgement delay
+    /// looks the same. To send such a request again is therefore the caller's choice:
+    /// [`RetryPolicy::resend_not_received`](crate::RetryPolicy::resend_not_received).
+    NotReceived,
     /// The request may or may not have been acted on. Only an idempotent method or an idempotency
     /// key makes it safe to send again ([RFC 9110 section 9.2.2]).
     ///
@@ -37,15 +47,17 @@ impl Delivery {
     pub fn is_proof_of_no_effect(self) -> bool {
         match self {
             Delivery::NotSent | Delivery::Refused => true,
-            Delivery::Unknown => false,
+            Delivery::NotReceived | Delivery::Unknown => false,
         }
     }
 
-    /// The name used in logs and in machine-readable output: `not_sent`, `refused`, `unknown`.
+    /// The name used in logs and in machine-readable output: `not_sent`, `refused`,
+    /// `not_received`, `unknown`.
     pub fn as_str(self) -> &'static str {
         match self {
             Delivery::NotSent => "not_sent",
             Delivery::Refused => "refused",
+            Delivery::NotReceived => "not_received",
             Delivery::Unknown => "unknown",
         }
     }
@@ -91,6 +103,38 @@ pub struct TreatAsIdempotent;
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct ResendCount(pub u32);
 
+/// A request extension: the retry layer may send this request again whatever happens, so evidence of
+/// its delivery is not worth a system call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Repeatable;
+
+/// How the other side of a connection was seen to end it, at the first sign.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum PeerEnd {
+    /// A FIN: it had nothing more to send. It may still have been reading.
+    Fin,
+    /// A reset without a FIN before it. What it had read until then is not known: a reset carries no
+    /// acknowledgement that counts.
+    Reset,
+}
+
+impl PeerEnd {
+    /// The name used in logs: `fin`, `reset`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            PeerEnd::Fin => "fin",
+            PeerEnd::Reset => "reset",
+        }
+    }
+}
+
+impl fmt::Display for PeerEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -98,13 +142,15 @@ mod tests {
     #[test]
     fn deliveries_are_ordered_by_how_unsafe_a_resend_is() {
         assert!(Delivery::NotSent < Delivery::Refused);
-        assert!(Delivery::Refused < Delivery::Unknown);
+        assert!(Delivery::Refused < Delivery::NotReceived);
+        assert!(Delivery::NotReceived < Delivery::Unknown);
     }
 
     #[test]
-    fn unknown_is_no_proof() {
+    fn strong_evidence_is_no_proof() {
         assert!(Delivery::NotSent.is_proof_of_no_effect());
         assert!(Delivery::Refused.is_proof_of_no_effect());
+        assert!(!Delivery::NotReceived.is_proof_of_no_effect());
         assert!(!Delivery::Unknown.is_proof_of_no_effect());
     }
 }

@@ -7,7 +7,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::time::Duration;
 
-use crate::delivery::Delivery;
+use crate::delivery::{Delivery, PeerEnd};
 use crate::origin::Origin;
 use crate::stats::{Refusal, RetryLedger};
 use crate::timings::ConnectionFacts;
@@ -143,12 +143,25 @@ impl fmt::Display for Phase {
 /// source chain are part of the API.
 pub struct Error(Box<Inner>);
 
+/// What one attempt left behind on its connection.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Trace {
+    /// Bytes of the request that the kernel took, below TLS.
+    pub(crate) taken: u64,
+    /// Of these, the ones that the peer's kernel acknowledged; `None` where nobody asked.
+    pub(crate) acked: Option<u64>,
+    /// Bytes of the response that arrived, above TLS.
+    pub(crate) received: u64,
+    pub(crate) peer_end: Option<PeerEnd>,
+    /// From the start of the exchange to its failure.
+    pub(crate) elapsed: Option<Duration>,
+}
+
 struct Inner {
     kind: ErrorKind,
     delivery: Delivery,
     phase: Phase,
-    bytes_taken: u64,
-    response_started: bool,
+    trace: Trace,
     connection: Option<ConnectionFacts>,
     origin: Option<Origin>,
     resends: u32,
@@ -165,8 +178,7 @@ impl Error {
             kind,
             delivery: Delivery::Unknown,
             phase,
-            bytes_taken: 0,
-            response_started: false,
+            trace: Trace::default(),
             connection: None,
             origin: None,
             resends: 0,
@@ -207,13 +219,18 @@ impl Error {
         self
     }
 
-    pub(crate) fn with_bytes_taken(mut self, bytes: u64) -> Self {
-        self.0.bytes_taken = bytes;
+    pub(crate) fn with_trace(mut self, trace: Trace) -> Self {
+        self.0.trace = trace;
         self
     }
 
-    pub(crate) fn with_response_started(mut self, started: bool) -> Self {
-        self.0.response_started = started;
+    pub(crate) fn with_peer_end(mut self, end: Option<PeerEnd>) -> Self {
+        self.0.trace.peer_end = end;
+        self
+    }
+
+    pub(crate) fn with_bytes_acked(mut self, acked: u64) -> Self {
+        self.0.trace.acked = Some(acked);
         self
     }
 
@@ -277,12 +294,36 @@ impl Error {
     /// Taken is not received: the bytes may never have left this machine. Zero is proof that nothing
     /// was sent, any other number proves nothing.
     pub fn bytes_taken(&self) -> u64 {
-        self.0.bytes_taken
+        self.0.trace.taken
+    }
+
+    /// How many of them the peer's kernel had acknowledged when the attempt failed. `None` where that was
+    /// not looked up (see [`Delivery::NotReceived`]) or the system does not tell.
+    ///
+    /// Acknowledged is not read: the bytes lie in the next kernel on the way, perhaps a proxy's. Zero does
+    /// not mean unread either: acknowledgements are delayed, and a reset swallows them.
+    pub fn bytes_acked(&self) -> Option<u64> {
+        self.0.trace.acked
+    }
+
+    /// How many bytes of a response arrived, above TLS.
+    pub fn response_bytes(&self) -> u64 {
+        self.0.trace.received
     }
 
     /// Whether at least one byte of the response arrived.
     pub fn response_started(&self) -> bool {
-        self.0.response_started
+        self.response_bytes() > 0 || self.phase() == Phase::ResponseBody
+    }
+
+    /// How the server ended the connection, where it did and that was seen.
+    pub fn peer_end(&self) -> Option<PeerEnd> {
+        self.0.trace.peer_end
+    }
+
+    /// From the moment the request was given to its connection until it failed. `None` if it never was.
+    pub fn elapsed(&self) -> Option<Duration> {
+        self.0.trace.elapsed
     }
 
     /// The connection the request was on; `None` if it never got one, or if the error is not the
@@ -347,7 +388,14 @@ impl fmt::Display for Error {
             write!(f, " ({origin})")?;
         }
         if let Some(connection) = self.connection() {
-            write!(f, ": {} bytes taken on ", self.bytes_taken())?;
+            write!(f, ": {} bytes taken", self.bytes_taken())?;
+            if let Some(acked) = self.bytes_acked() {
+                write!(f, ", {acked} acknowledged")?;
+            }
+            if let Some(end) = self.peer_end() {
+                write!(f, ", {end} seen")?;
+            }
+            f.write_str(" on ")?;
             match connection.idle_age() {
                 Some(idle) => write!(
                     f,
@@ -375,7 +423,7 @@ impl fmt::Debug for Error {
             .field("kind", &self.kind())
             .field("delivery", &self.delivery())
             .field("phase", &self.phase())
-            .field("bytes_taken", &self.bytes_taken());
+            .field("trace", &self.0.trace);
         if let Some(origin) = self.origin() {
             debug.field("origin", origin);
         }
@@ -455,7 +503,12 @@ mod tests {
     #[test]
     fn display_is_one_line_that_says_what_happened() {
         let error = Error::new(ErrorKind::ConnectionClosed, Phase::ResponseHead)
-            .with_bytes_taken(183)
+            .with_trace(Trace {
+                taken: 183,
+                acked: Some(0),
+                peer_end: Some(PeerEnd::Fin),
+                ..Trace::default()
+            })
             .with_connection(ConnectionFacts {
                 id: 7,
                 peer: None,
@@ -467,8 +520,8 @@ mod tests {
             .with_refusal(Refusal::MethodNotIdempotent);
         assert_eq!(
             error.to_string(),
-            "the connection closed before a response: 183 bytes taken on a reused connection \
-             (3 served, idle 2.0s); delivery unknown; not sent again: method_not_idempotent"
+            "the connection closed before a response: 183 bytes taken, 0 acknowledged, fin seen on a \
+             reused connection (3 served, idle 2.0s); delivery unknown; not sent again: method_not_idempotent"
         );
     }
 }

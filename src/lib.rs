@@ -11,7 +11,7 @@ mod stats;
 mod timings;
 mod wire;
 
-pub use delivery::{Delivery, FreshConnection, ResendCount, TreatAsIdempotent};
+pub use delivery::{Delivery, FreshConnection, PeerEnd, ResendCount, TreatAsIdempotent};
 pub use error::{BoxError, Error, ErrorKind, Phase};
 pub use origin::Origin;
 pub use pool::body::ResponseBody;

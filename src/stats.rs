@@ -84,6 +84,10 @@ reasons! {
     RetryReason {
         /// No byte of it had been sent.
         NotSent = "not_sent",
+        /// The kernel's evidence said that no byte of it had been received.
+        NotReceived = "not_received",
+        /// The connection broke before all of it was written.
+        Incomplete = "incomplete",
         /// A reused connection broke before the response.
         StaleConnection = "stale_connection",
         /// A fresh connection broke before the response, or nothing is known of the connection.

@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use http::header::{CONTENT_LENGTH, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::header::{CONTENT_LENGTH, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
 use http::{Method, Request, Response, Uri, Version};
 use http_body::Body;
@@ -18,7 +18,7 @@ use tower_service::Service;
 use tracing::Instrument;
 
 use crate::clock::now;
-use crate::delivery::{FreshConnection, ResendCount};
+use crate::delivery::{FreshConnection, Repeatable, ResendCount, TreatAsIdempotent};
 use crate::error::{BoxError, Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::pool::body::{After, ResponseBody};
@@ -157,6 +157,9 @@ impl fmt::Debug for ResponseFuture {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()
     }
 }
+
+/// A request with this field may be sent again whatever happens.
+const KEY_FIELD: HeaderName = HeaderName::from_static("idempotency-key");
 
 /// How often a request of which nothing was sent moves on to another idle connection before it gets a
 /// new one. The probe makes even the first of these rare.
@@ -354,7 +357,7 @@ where
     let path = path.filter(|path| !path.as_str().is_empty());
     let uri = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
 
-    let body = OutBody::new(body);
+    let mut body = OutBody::new(body);
     // RFC 9110 section 8.6: a method that gives content a meaning says so when there is none.
     let expects_content =
         method == Method::POST || method == Method::PUT || method == Method::PATCH;
@@ -362,11 +365,19 @@ where
     if expects_content && body.is_end_stream() && !is_framed {
         headers.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
     }
+    let declared = headers
+        .get(CONTENT_LENGTH)
+        .and_then(|length| length.to_str().ok());
+    body.declare(declared.and_then(|length| length.parse().ok()));
     let version = match parts.version {
         Version::HTTP_09 | Version::HTTP_10 => Version::HTTP_10,
         _ => Version::HTTP_11,
     };
     let mut extensions = parts.extensions;
+    let is_repeatable = method.is_idempotent()
+        || headers.contains_key(KEY_FIELD)
+        || extensions.get::<TreatAsIdempotent>().is_some()
+        || extensions.remove::<Repeatable>().is_some();
     let must_be_fresh = extensions.remove::<FreshConnection>().is_some();
     let head = Head {
         method,
@@ -375,5 +386,10 @@ where
         headers,
         extensions,
     };
-    Ok((origin, Outgoing { head, body }, must_be_fresh))
+    let outgoing = Outgoing {
+        head,
+        body,
+        wants_evidence: !is_repeatable,
+    };
+    Ok((origin, outgoing, must_be_fresh))
 }

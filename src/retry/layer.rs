@@ -23,7 +23,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::clock::{self, Instant};
-use crate::delivery::{Delivery, FreshConnection, ResendCount};
+use crate::delivery::{Delivery, FreshConnection, Repeatable, ResendCount};
 use crate::error::{BoxError, Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::retry::idempotency::Class;
@@ -259,6 +259,9 @@ impl<'p> Course<'p> {
         if self.history.resends > 0 {
             extensions.insert(FreshConnection);
         }
+        if self.class != Class::Unkeyed {
+            extensions.insert(Repeatable);
+        }
         request
     }
 
@@ -282,6 +285,7 @@ impl<'p> Course<'p> {
             class: self.class,
             body_ready: self.replay.is_ready(),
             already_retried: passed,
+            rejections_trusted: self.policy.trusts_rejections_of(self.origin.as_ref()),
             retry_after: asked,
             time_left: self.deadline.map(|at| at.saturating_duration_since(now)),
         };

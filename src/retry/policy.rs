@@ -5,7 +5,8 @@
 //!
 //! # Invariants
 //!
-//! * A request of class [`Class::Unkeyed`] is sent again only on proof that it had no effect.
+//! * A request of class [`Class::Unkeyed`] is sent again only on proof that it had no effect, or on what
+//!   the caller has opted in to.
 //! * A wait is never shorter than the server asked for.
 //! * Attempts <= `max_attempts` + `max_unsent`, whatever the evidence.
 
@@ -22,7 +23,7 @@ use crate::origin::Origin;
 use crate::retry::backoff::Backoff;
 use crate::retry::budget::RetryBudget;
 use crate::retry::idempotency::{self, Class, KeyForm};
-use crate::retry::table::{Evidence, Verdict, verdict};
+use crate::retry::table::{Evidence, OptIn, Verdict, verdict};
 use crate::stats::{Refusal, RetryReason};
 
 /// When a failed request is sent again, how often, and after what wait.
@@ -49,6 +50,9 @@ pub struct RetryPolicy {
     max_retry_after: Duration,
     budget: Option<RetryBudget>,
     retry_500: bool,
+    resend_not_received: bool,
+    resend_incomplete: bool,
+    trusted_rejections: Option<Arc<HashSet<Origin>>>,
     keyed_beyond_one: bool,
     key_field: HeaderName,
     key_form: KeyForm,
@@ -161,6 +165,54 @@ impl RetryPolicy {
         self
     }
 
+    /// Sets whether a request that nothing else makes safe to send again is sent again on
+    /// [`Delivery::NotReceived`](crate::Delivery::NotReceived): the kernel's evidence that the server had
+    /// closed the connection before it received a byte of it.
+    ///
+    /// This recovers the commonest failure of pooled connections, a close that crosses a request, for
+    /// every method. It is strong evidence and not proof. It is wrong for a server that closes its sending
+    /// side only, still reads and acts on a request that it can no longer answer, and then aborts before
+    /// its kernel has acknowledged it (some 40 ms on Linux); such a server breaks
+    /// [RFC 9112 section 9.6]. And it speaks of the next TCP peer, which may be a proxy.
+    ///
+    /// # Default
+    /// `false`: the verdict is on the error either way, for the caller to decide.
+    ///
+    /// [RFC 9112 section 9.6]: https://www.rfc-editor.org/rfc/rfc9112.html#section-9.6
+    pub fn resend_not_received(mut self, resend: bool) -> Self {
+        self.resend_not_received = resend;
+        self
+    }
+
+    /// Sets whether such a request is sent again when the connection broke before the kernel had taken
+    /// all of it, so that the server cannot have read it to its end.
+    ///
+    /// A server must treat a message that is shorter than its framing says as incomplete
+    /// ([RFC 9112 section 8]). One that acts on a body while it arrives, chunk by chunk, has acted on the
+    /// part it got.
+    ///
+    /// # Default
+    /// `false`: only the caller knows that the server acts on whole requests.
+    ///
+    /// [RFC 9112 section 8]: https://www.rfc-editor.org/rfc/rfc9112.html#section-8
+    pub fn resend_incomplete(mut self, resend: bool) -> Self {
+        self.resend_incomplete = resend;
+        self
+    }
+
+    /// Sets the origins whose 408, 429 and 503 mean that they did not act on the request. There such a
+    /// request is sent again after a wait, as others are.
+    ///
+    /// No RFC says that these statuses mean so. 408 in particular is also what middleware answers when a
+    /// handler is slow, after the whole request was read and perhaps acted on.
+    ///
+    /// # Default
+    /// None.
+    pub fn trusted_rejections(mut self, origins: impl IntoIterator<Item = Origin>) -> Self {
+        self.trusted_rejections = Some(Arc::new(origins.into_iter().collect()));
+        self
+    }
+
     /// Sets whether a keyed request may be sent again after a second failure that leaves open whether
     /// the first had an effect.
     ///
@@ -242,6 +294,12 @@ impl RetryPolicy {
         })
     }
 
+    /// Whether this origin's rejections are proof enough.
+    pub(crate) fn trusts_rejections_of(&self, origin: Option<&Origin>) -> bool {
+        let trusted = self.trusted_rejections.as_ref();
+        trusted.is_some_and(|origins| origin.is_some_and(|origin| origins.contains(origin)))
+    }
+
     pub(crate) fn limit(&self) -> Option<Duration> {
         self.deadline
     }
@@ -264,16 +322,19 @@ impl RetryPolicy {
         rng: &mut fastrand::Rng,
     ) -> Decision {
         let &Situation {
-            evidence, class, ..
+            evidence,
+            class,
+            rejections_trusted: trusted,
+            ..
         } = situation;
         let Some(reason) = evidence.reason() else {
             let committed = evidence == Evidence::Committed;
             return Decision::Stop(committed.then_some(Refusal::Committed));
         };
-        let wait_at_least = match self.wanted(evidence, class) {
+        let wait_at_least = match self.wanted(evidence, class, trusted) {
             Verdict::No => {
                 // Blame the method only if another method would have been sent again.
-                let blamed = self.wanted(evidence, Class::Idempotent) != Verdict::No;
+                let blamed = self.wanted(evidence, Class::Idempotent, trusted) != Verdict::No;
                 return Decision::Stop(blamed.then_some(Refusal::MethodNotIdempotent));
             }
             _ if situation.already_retried => {
@@ -299,11 +360,21 @@ impl RetryPolicy {
     }
 
     /// The table's verdict, what the policy opted in to included.
-    fn wanted(&self, evidence: Evidence, class: Class) -> Verdict {
+    fn wanted(&self, evidence: Evidence, class: Class, rejections_trusted: bool) -> Verdict {
         match verdict(evidence, class) {
-            Verdict::OptIn if self.retry_500 => Verdict::Wait,
-            Verdict::OptIn => Verdict::No,
+            Verdict::NowIf(what) if self.has_opted_in(what, rejections_trusted) => Verdict::Now,
+            Verdict::WaitIf(what) if self.has_opted_in(what, rejections_trusted) => Verdict::Wait,
+            Verdict::NowIf(_) | Verdict::WaitIf(_) => Verdict::No,
             verdict => verdict,
+        }
+    }
+
+    fn has_opted_in(&self, what: OptIn, rejections_trusted: bool) -> bool {
+        match what {
+            OptIn::NotReceived => self.resend_not_received,
+            OptIn::Incomplete => self.resend_incomplete,
+            OptIn::Rejections => rejections_trusted,
+            OptIn::ServerError => self.retry_500,
         }
     }
 
@@ -349,6 +420,9 @@ impl Default for RetryPolicy {
             max_retry_after: Duration::from_secs(60),
             budget: Some(RetryBudget::default()),
             retry_500: false,
+            resend_not_received: false,
+            resend_incomplete: false,
+            trusted_rejections: None,
             keyed_beyond_one: true,
             key_field: idempotency::KEY_FIELD,
             key_form: KeyForm::default(),
@@ -368,6 +442,9 @@ impl fmt::Debug for RetryPolicy {
             .field("max_retry_after", &self.max_retry_after)
             .field("budget", &self.budget)
             .field("retry_500", &self.retry_500)
+            .field("resend_not_received", &self.resend_not_received)
+            .field("resend_incomplete", &self.resend_incomplete)
+            .field("trusted_rejections", &self.trusted_rejections)
             .field("second_ambiguous_retry_for_keyed", &self.keyed_beyond_one)
             .field("key_header", &self.key_field)
             .field("key_form", &self.key_form)
@@ -385,6 +462,8 @@ pub(crate) struct Situation {
     pub(crate) body_ready: bool,
     /// Whether a retry layer further down has had its say.
     pub(crate) already_retried: bool,
+    /// Whether the origin is trusted to turn requests away before it acts on them.
+    pub(crate) rejections_trusted: bool,
     pub(crate) retry_after: Option<Duration>,
     /// Until the deadline.
     pub(crate) time_left: Option<Duration>,

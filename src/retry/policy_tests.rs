@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::delivery::Delivery;
-use crate::error::{ErrorKind, Phase};
+use crate::error::{ErrorKind, Phase, Trace};
 use crate::retry::table::{classify_error, classify_response};
 use crate::timings::ConnectionFacts;
 
@@ -23,6 +23,7 @@ fn situation(evidence: Evidence, class: Class) -> Situation {
         class,
         body_ready: true,
         already_retried: false,
+        rejections_trusted: false,
         retry_after: None,
         time_left: None,
     }
@@ -77,8 +78,11 @@ fn every_cell_of_the_decision_table_holds() {
     let closed = |served, started| {
         classify_error(
             &error(ErrorKind::ConnectionClosed, Phase::ResponseHead)
-                .with_bytes_taken(100)
-                .with_response_started(started)
+                .with_trace(Trace {
+                    taken: 100,
+                    received: u64::from(started),
+                    ..Trace::default()
+                })
                 .with_connection(connection(served)),
         )
     };
@@ -123,6 +127,19 @@ fn every_cell_of_the_decision_table_holds() {
         ("refused, 9110 9.2.2", refused, ["now,once"; 4]),
         ("421, 9110 15.5.20", status(421), ["now,once"; 4]),
         ("425, 8470 5.2", status(425), ["now,once"; 4]),
+        (
+            "not received, evidence of the kernel",
+            classify_error(
+                &error(ErrorKind::ConnectionClosed, Phase::ResponseHead)
+                    .with_delivery(Delivery::NotReceived),
+            ),
+            ["now", "now", "now", "no"],
+        ),
+        (
+            "incomplete on the wire, 9112 8",
+            bare(ErrorKind::ConnectionClosed, Phase::Send),
+            ["now", "now", "now", "no"],
+        ),
         (
             "stale connection, 9112 9.3.1",
             closed(2, false),
@@ -415,4 +432,57 @@ proptest! {
         prop_assert!(history.resends < attempts + unsent);
         prop_assert!(history.counted < attempts && history.unsent <= unsent);
     }
+}
+
+/// What a policy may opt in to for unkeyed requests, and what nobody can.
+#[test]
+fn an_opt_in_opens_its_own_row_and_no_other() {
+    let rows = [
+        Evidence::NotReceived,
+        Evidence::Incomplete,
+        Evidence::RequestTimeout,
+        Evidence::TooManyRequests,
+        Evidence::Unavailable,
+        Evidence::StaleConnection,
+        Evidence::FreshConnection,
+        Evidence::Lost,
+        Evidence::HeadTruncated,
+        Evidence::Committed,
+        Evidence::BadGateway,
+        Evidence::ServerError,
+    ];
+    let opened = |policy: &RetryPolicy, rejections_trusted: bool| -> Vec<Evidence> {
+        let is_open = |&evidence: &Evidence| {
+            let situation = Situation {
+                rejections_trusted,
+                ..situation(evidence, Class::Unkeyed)
+            };
+            let decision = policy.decide(&situation, &History::default());
+            matches!(decision, Decision::Resend { .. })
+        };
+        rows.into_iter().filter(is_open).collect()
+    };
+    use Evidence::{Incomplete, NotReceived, RequestTimeout, TooManyRequests, Unavailable};
+    assert_eq!(opened(&policy(), false), []);
+    assert_eq!(
+        opened(&policy().resend_not_received(true), false),
+        [NotReceived]
+    );
+    assert_eq!(
+        opened(&policy().resend_incomplete(true), false),
+        [Incomplete]
+    );
+    let rejections = [RequestTimeout, TooManyRequests, Unavailable];
+    assert_eq!(opened(&policy(), true), rejections);
+    assert_eq!(opened(&policy().retry_500(true), false), []);
+}
+
+/// The origin decides whether its rejections are trusted; another one's are not.
+#[test]
+fn rejections_are_trusted_by_origin() {
+    let origin = |uri: &str| Origin::of(&uri.parse().expect("a URI")).expect("an origin");
+    let policy = policy().trusted_rejections([origin("https://pay.example")]);
+    assert!(policy.trusts_rejections_of(Some(&origin("https://pay.example:443/x"))));
+    assert!(!policy.trusts_rejections_of(Some(&origin("http://pay.example"))));
+    assert!(!policy.trusts_rejections_of(None));
 }

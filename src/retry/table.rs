@@ -23,6 +23,10 @@ pub(crate) enum Evidence {
     Unsent,
     /// The server said without a status that it did not act on the request.
     Refused,
+    /// The kernel's evidence says that no byte of it was received.
+    NotReceived,
+    /// The connection ended while the request was still being written: the server never had all of it.
+    Incomplete,
     Misdirected,
     TooEarly,
     /// A reused connection ended before any byte of a response.
@@ -64,20 +68,34 @@ pub(crate) enum Verdict {
     Wait,
     /// After a wait, and not a second time.
     WaitOnce,
+    /// At once if the policy says so, else not.
+    NowIf(OptIn),
     /// After a wait if the policy says so, else not.
-    OptIn,
+    WaitIf(OptIn),
     /// Not.
     No,
 }
 
+/// What a policy may opt in to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum OptIn {
+    /// To trust the kernel's evidence.
+    NotReceived,
+    /// To trust that nobody acts on a part of a request.
+    Incomplete,
+    /// To trust that the origin turns requests away before it acts on them.
+    Rejections,
+    /// To ask again after a 500.
+    ServerError,
+}
+
 /// The decision table. Every resend goes to a fresh connection.
 ///
-/// Left out, because the evidence does not exist over HTTP/1.1 without a look into the kernel:
-/// `REFUSED_STREAM`, GOAWAY and `RST_STREAM` of HTTP/2; a segment that was never acknowledged; a
-/// request whose last byte was never written. Until then such failures are `FreshConnection`,
-/// `StaleConnection` or `Lost`, which allow less.
+/// Left out, because HTTP/1.1 has no such evidence: GOAWAY and `RST_STREAM` of HTTP/2. Its
+/// `REFUSED_STREAM` has its row.
 pub(crate) fn verdict(evidence: Evidence, class: Class) -> Verdict {
-    use Verdict::{No, Now, NowOnce, NowThenWait, OptIn, Wait, WaitOnce};
+    use OptIn::{Incomplete, NotReceived, Rejections, ServerError};
+    use Verdict::{No, Now, NowIf, NowOnce, NowThenWait, Wait, WaitIf, WaitOnce};
     #[rustfmt::skip]
     let [safe, idempotent, keyed, unkeyed] = match evidence {
         // Never sent, or not acted on: safe whatever the method (RFC 9110 section 9.2.2).
@@ -86,6 +104,9 @@ pub(crate) fn verdict(evidence: Evidence, class: Class) -> Verdict {
         Evidence::Refused         => [NowOnce,  NowOnce,  NowOnce,     NowOnce],
         Evidence::Misdirected     => [NowOnce,  NowOnce,  NowOnce,     NowOnce], // 9110 15.5.20
         Evidence::TooEarly        => [NowOnce,  NowOnce,  NowOnce,     NowOnce], // 8470 5.2
+        // Strong evidence, not proof.
+        Evidence::NotReceived     => [Now,      Now,      Now,         NowIf(NotReceived)],
+        Evidence::Incomplete      => [Now,      Now,      Now,         NowIf(Incomplete)], // 9112 6.3, 8
         // Ambiguous. A failed automatic retry is not retried (9110 9.2.2), but see `keyed_beyond_one`.
         Evidence::StaleConnection => [NowOnce,  NowOnce,  NowThenWait, No     ], // 9112 9.3.1
         Evidence::FreshConnection => [WaitOnce, WaitOnce, Wait,        No     ],
@@ -95,12 +116,12 @@ pub(crate) fn verdict(evidence: Evidence, class: Class) -> Verdict {
         Evidence::Committed       => [No,       No,       No,          No     ],
         Evidence::NotHttp         => [No,       No,       No,          No     ],
         // Answered. 429 and 503 do not say that the request had no effect (9110 15.6.4, 6585 4).
-        Evidence::RequestTimeout  => [NowOnce,  NowOnce,  Wait,        No     ], // 9110 15.5.9
-        Evidence::TooManyRequests => [Wait,     Wait,     Wait,        No     ],
-        Evidence::Unavailable     => [Wait,     Wait,     Wait,        No     ],
+        Evidence::RequestTimeout  => [NowOnce,  NowOnce,  Wait,        WaitIf(Rejections)], // 15.5.9
+        Evidence::TooManyRequests => [Wait,     Wait,     Wait,        WaitIf(Rejections)],
+        Evidence::Unavailable     => [Wait,     Wait,     Wait,        WaitIf(Rejections)],
         Evidence::BadGateway      => [Wait,     Wait,     Wait,        No     ],
         Evidence::GatewayTimeout  => [Wait,     Wait,     Wait,        No     ],
-        Evidence::ServerError     => [OptIn,    OptIn,    Wait,        No     ],
+        Evidence::ServerError     => [WaitIf(ServerError), WaitIf(ServerError), Wait, No],
         Evidence::Replayed        => [No,       No,       No,          No     ],
         Evidence::Conflict        => [No,       No,       No,          No     ], // three meanings
         Evidence::Answered        => [No,       No,       No,          No     ],
@@ -121,6 +142,8 @@ impl Evidence {
             Evidence::NoConnection | Evidence::Unsent | Evidence::Refused => RetryReason::NotSent,
             Evidence::Misdirected => RetryReason::Misdirected,
             Evidence::TooEarly => RetryReason::TooEarly,
+            Evidence::NotReceived => RetryReason::NotReceived,
+            Evidence::Incomplete => RetryReason::Incomplete,
             Evidence::StaleConnection => RetryReason::StaleConnection,
             Evidence::FreshConnection | Evidence::Lost | Evidence::HeadTruncated => {
                 RetryReason::NoResponse
@@ -156,7 +179,9 @@ impl Evidence {
     pub(crate) fn is_ambiguous(self) -> bool {
         matches!(
             self,
-            Evidence::StaleConnection
+            Evidence::NotReceived
+                | Evidence::Incomplete
+                | Evidence::StaleConnection
                 | Evidence::FreshConnection
                 | Evidence::Lost
                 | Evidence::HeadTruncated
@@ -167,6 +192,7 @@ impl Evidence {
     pub(crate) fn delivery(self) -> Delivery {
         match self {
             Evidence::NoConnection | Evidence::Unsent => Delivery::NotSent,
+            Evidence::NotReceived => Delivery::NotReceived,
             evidence if evidence.is_refusal() => Delivery::Refused,
             _ => Delivery::Unknown,
         }
@@ -189,6 +215,12 @@ pub(crate) fn classify_error(error: &Error) -> Evidence {
         (Delivery::NotSent, _) if error.is_connect() => Evidence::NoConnection,
         (Delivery::NotSent, _) => Evidence::Unsent,
         (Delivery::Refused, _) => Evidence::Refused,
+        (Delivery::NotReceived, _) => Evidence::NotReceived,
+        (Delivery::Unknown, ErrorKind::ConnectionClosed)
+            if error.phase() == Phase::Send && !error.response_started() =>
+        {
+            Evidence::Incomplete
+        }
         (Delivery::Unknown, ErrorKind::ConnectionClosed) => {
             match (error.response_started(), error.is_reused()) {
                 (true, _) => Evidence::HeadTruncated,

@@ -14,7 +14,7 @@ use tower::{Service, ServiceExt};
 use tower_layer::Layer;
 
 use crate::clock::{self, Instant};
-use crate::error::{BoxError, Error, ErrorKind, Phase};
+use crate::error::{BoxError, Error, ErrorKind, Phase, Trace};
 use crate::retry::*;
 use crate::stats::{Counters, Refusal, RetryLedger, RetryReason};
 use crate::timings::{ConnectionFacts, Timings};
@@ -172,7 +172,10 @@ async fn play(act: Act, ledger: RetryLedger) -> Result<Response<Full<Bytes>>, Bo
     };
     let closed = |served| {
         Error::new(ErrorKind::ConnectionClosed, Phase::ResponseHead)
-            .with_bytes_taken(100)
+            .with_trace(Trace {
+                taken: 100,
+                ..Trace::default()
+            })
             .with_connection(connection(served))
     };
     let error = match act {

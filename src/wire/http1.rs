@@ -19,12 +19,13 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use crate::clock::{Instant, now};
+use crate::delivery::PeerEnd;
 use crate::error::Error;
 use crate::stats::CloseReason;
 use crate::wire::evidence;
 use crate::wire::meter::{Meter, Socket};
 use crate::wire::outgoing::{OutBody, Outgoing, Upload};
-use crate::wire::socket::{Peek, peek};
+use crate::wire::socket::Peek;
 use crate::wire::tls::Stream;
 
 /// The half that sends.
@@ -129,7 +130,7 @@ impl Conn {
         let Some(socket) = self.socket.upgrade() else {
             return Probe::Ended;
         };
-        match peek(socket.stream()) {
+        match socket.peek() {
             Peek::Quiet => Probe::Quiet,
             found => Probe::Dead(evidence::of_peek(found)),
         }
@@ -144,7 +145,15 @@ impl Conn {
         &mut self,
         outgoing: Outgoing,
     ) -> Result<(Response<Incoming>, Upload), Failed> {
-        let mark = self.meter.begin();
+        let started = now();
+        // What TCP knows of a connection is gone with its socket, so that has to outlast hyper.
+        let wants_evidence = outgoing.wants_evidence;
+        let socket = if wants_evidence {
+            self.socket.upgrade()
+        } else {
+            None
+        };
+        let mark = self.meter.begin(wants_evidence);
         let (request, recall) = outgoing.depart(&self.meter, mark);
         let mut failure = match self.sender.try_send_request(request).await {
             Ok(response) => return Ok((response, recall.upload().clone())),
@@ -157,7 +166,7 @@ impl Conn {
             }
             return Err(Failed {
                 error: evidence::of_hand_back(error),
-                again: Some(Box::new(Outgoing::handed_back(request))),
+                again: Some(Box::new(Outgoing::handed_back(request, wants_evidence))),
             });
         }
         // From here on nothing more is written, so the count is final.
@@ -165,7 +174,9 @@ impl Conn {
         if let Some(found) = traffic.found {
             self.meter.close_because(evidence::of_peek(found));
         }
-        let error = evidence::of_exchange(failure.into_error(), traffic, recall.upload());
+        let (error, elapsed) = (failure.into_error(), now() - started);
+        let error = evidence::of_exchange(error, traffic, recall.upload(), elapsed);
+        let error = evidence::of_kernel(error, traffic, socket.as_deref()).await;
         let may_go_again = traffic.taken == 0 && !recall.upload().has_failed();
         let again = if may_go_again {
             // hyper lets go of the body when its connection ends, which it is about to.
@@ -219,10 +230,10 @@ impl Driver {
                     return;
                 }
                 match socket.stream().try_read(&mut scrap) {
-                    Ok(0) => return,
+                    Ok(0) => return socket.note_end(PeerEnd::Fin),
                     Ok(read) => left = left.saturating_sub(read),
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                    Err(_) => return,
+                    Err(error) => return socket.note_error(error.kind()),
                 }
             }
         };
@@ -330,6 +341,7 @@ mod tests {
         Outgoing {
             head,
             body: OutBody::new(body),
+            wants_evidence: true,
         }
     }
 

@@ -16,7 +16,7 @@ use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -24,17 +24,54 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::Notify;
 
+use crate::delivery::PeerEnd;
 use crate::stats::{CloseReason, Counters};
-use crate::wire::socket::{Peek, peek, shut_write};
+use crate::wire::socket::{Peek, peek, shut_write, tcp_state};
 
-/// The socket itself. The connection's task owns it; the pool looks at it through a `Weak`, so that
-/// nothing but the task keeps the descriptor open.
+/// The socket itself, and the first sign of its end. The connection's task owns it; the pool looks at it
+/// through a `Weak`, so that nothing but the task keeps the descriptor open. Only an exchange that may
+/// need the kernel's evidence holds it longer.
 #[derive(Debug)]
-pub(crate) struct Socket(OwnedWriteHalf);
+pub(crate) struct Socket {
+    half: OwnedWriteHalf,
+    end: OnceLock<PeerEnd>,
+}
 
 impl Socket {
     pub(crate) fn stream(&self) -> &TcpStream {
-        self.0.as_ref()
+        self.half.as_ref()
+    }
+
+    /// Looks into the receive queue.
+    pub(crate) fn peek(&self) -> Peek {
+        let found = peek(self.stream());
+        match found {
+            Peek::Closed => self.note_end(PeerEnd::Fin),
+            Peek::Broken(kind) => self.note_error(kind),
+            Peek::Quiet | Peek::Readable => {}
+        }
+        found
+    }
+
+    /// How the peer was first seen to end the connection.
+    ///
+    /// The kernel reports a reset once, to whoever asks first, and an end of stream ever after. So every
+    /// call that can meet either notes it here.
+    pub(crate) fn end(&self) -> Option<PeerEnd> {
+        self.end.get().copied()
+    }
+
+    pub(crate) fn note_end(&self, end: PeerEnd) {
+        // The first sign counts.
+        let _ = self.end.set(end);
+    }
+
+    /// Notes an error that a read, a write or a peek met.
+    pub(crate) fn note_error(&self, kind: io::ErrorKind) {
+        // A broken pipe has two meanings, a reset behind a FIN or a FIN of our own: a peek tells.
+        if kind == io::ErrorKind::ConnectionReset {
+            self.note_end(PeerEnd::Reset);
+        }
     }
 }
 
@@ -56,10 +93,16 @@ pub(crate) struct Meter {
 struct Gate {
     taken: u64,
     sealed: bool,
+    /// A write met the peer's end of the connection.
+    gone: bool,
     /// The next write is the first of an exchange: look before it.
     look: bool,
     /// What a look found that stopped a write.
     found: Option<Peek>,
+    /// The exchange may need the kernel's evidence: note how much was acknowledged before it.
+    wants_evidence: bool,
+    /// What the kernel had acknowledged before the exchange's first byte, with nothing outstanding.
+    acked_before: Option<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -86,6 +129,8 @@ pub(crate) struct Traffic {
     pub(crate) received: u64,
     /// What the last look saw, where that kept the request from being written.
     pub(crate) found: Option<Peek>,
+    /// The kernel's count of acknowledged bytes before the request, where it can be relied on.
+    pub(crate) acked_before: Option<u64>,
 }
 
 impl Meter {
@@ -108,10 +153,13 @@ impl Meter {
         self.counters.opened(resumed);
     }
 
-    /// An exchange begins: the next write is its first, and is preceded by a look.
-    pub(crate) fn begin(&self) -> Mark {
+    /// An exchange begins: the next write is its first, and is preceded by a look; where evidence is
+    /// wanted, also by a note of what the kernel had acknowledged until then.
+    pub(crate) fn begin(&self, wants_evidence: bool) -> Mark {
         let mut gate = self.gate();
         gate.look = true;
+        gate.wants_evidence = wants_evidence;
+        gate.acked_before = None;
         Mark {
             taken: gate.taken,
             received: self.received.load(Relaxed),
@@ -131,6 +179,7 @@ impl Meter {
             taken: gate.taken - mark.taken,
             received: self.received.load(Relaxed) - mark.received,
             found: gate.found,
+            acked_before: gate.acked_before,
         }
     }
 
@@ -191,6 +240,7 @@ impl Drop for Meter {
 #[derive(Debug)]
 pub(crate) struct Metered {
     read: OwnedReadHalf,
+    read_ended: bool,
     socket: Arc<Socket>,
     meter: Arc<Meter>,
 }
@@ -200,9 +250,13 @@ impl Metered {
         // The read half keeps tokio's fast path (no second read to learn that the first took all);
         // the write half is what can be shared.
         let (read, write) = stream.into_split();
-        let socket = Arc::new(Socket(write));
+        let socket = Arc::new(Socket {
+            half: write,
+            end: OnceLock::new(),
+        });
         Metered {
             read,
+            read_ended: false,
             socket,
             meter,
         }
@@ -219,21 +273,32 @@ impl Metered {
     /// Writes what the kernel takes without waiting, for the farewell of a connection that is dropped.
     #[cfg(feature = "tls")]
     pub(crate) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
-        self.metered(|stream| stream.try_write(bytes))
+        // Behind a verdict, and behind our own FIN, there is nothing to say and nothing to learn.
+        let is_over = {
+            let gate = self.meter.gate();
+            gate.sealed || gate.gone
+        };
+        if is_over {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        self.socket.stream().try_write(bytes)
     }
 
     /// Runs one write call under the gate.
     fn metered(&self, write: impl FnOnce(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
         let stream = self.socket.stream();
         let mut gate = self.meter.gate();
-        if gate.sealed {
+        if gate.gone {
             return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        if gate.sealed {
+            return Err(io::ErrorKind::ConnectionAborted.into());
         }
         if gate.look {
             // The checkout looked too, but a task switch ago. Here is the last instant at which
             // "nothing was sent" is still certain, and at which bytes that are already there cannot
             // be the answer to what is about to be written.
-            match peek(stream) {
+            match self.socket.peek() {
                 Peek::Quiet => {}
                 Peek::Readable if self.meter.secure => {}
                 found => {
@@ -243,10 +308,22 @@ impl Metered {
                 }
             }
             gate.look = false;
+            if gate.wants_evidence {
+                let before = tcp_state(stream).filter(|state| state.settled);
+                gate.acked_before = before.map(|state| state.acked);
+            }
         }
-        let taken = write(stream)?;
-        gate.taken += taken as u64;
-        Ok(taken)
+        match write(stream) {
+            Ok(taken) => {
+                gate.taken += taken as u64;
+                Ok(taken)
+            }
+            Err(error) => {
+                self.socket.note_error(error.kind());
+                gate.gone |= is_end(error.kind());
+                Err(error)
+            }
+        }
     }
 
     fn poll_metered(
@@ -258,10 +335,22 @@ impl Metered {
             ready!(self.socket.stream().poll_write_ready(cx))?;
             match self.metered(&write) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // The peer is gone, but its answer may be there (RFC 9112 section 9.5), and hyper reads no
+                // further once a write has failed. So the write does not end until the reader has come
+                // to the end of the stream, which a dead socket always has, and which wakes it.
+                Err(error) if is_end(error.kind()) && !self.read_ended => return Poll::Pending,
                 result => return Poll::Ready(result),
             }
         }
     }
+}
+
+/// Whether an error of a write means that the peer has ended the connection.
+fn is_end(kind: io::ErrorKind) -> bool {
+    matches!(
+        kind,
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+    )
 }
 
 impl AsyncRead for Metered {
@@ -270,7 +359,20 @@ impl AsyncRead for Metered {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let has_room = buf.remaining() > 0;
         let poll = Pin::new(&mut self.read).poll_read(cx, buf);
+        match &poll {
+            Poll::Ready(Ok(())) if has_room && buf.filled().len() == before => {
+                self.socket.note_end(PeerEnd::Fin);
+                self.read_ended = true;
+            }
+            Poll::Ready(Err(error)) => {
+                self.socket.note_error(error.kind());
+                self.read_ended = true;
+            }
+            _ => {}
+        }
         if poll.is_pending() && self.meter.watched.load(std::sync::atomic::Ordering::SeqCst) {
             self.meter.drained.notify_waiters();
         }
@@ -340,7 +442,7 @@ mod tests {
     async fn what_the_kernel_took_is_counted_from_the_mark() {
         let (mut stream, meter, _server, _) = metered(false).await;
         stream.write_all(b"before").await.expect("write");
-        let mark = meter.begin();
+        let mark = meter.begin(false);
         assert!(!meter.has_taken_since(mark));
         stream.write_all(b"request").await.expect("write");
         assert!(meter.has_taken_since(mark));
@@ -350,10 +452,10 @@ mod tests {
     #[tokio::test]
     async fn nothing_is_written_once_the_verdict_is_asked_for() {
         let (mut stream, meter, mut server, _) = metered(false).await;
-        let mark = meter.begin();
+        let mark = meter.begin(false);
         assert_eq!(meter.seal(mark).taken, 0);
         let error = stream.write_all(b"too late").await.expect_err("sealed");
-        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
         drop(stream);
         let mut received = Vec::new();
         server.read_to_end(&mut received).await.expect("read");
@@ -365,7 +467,7 @@ mod tests {
         let (mut stream, meter, server, _) = metered(false).await;
         drop(server);
         until_not_quiet(&stream).await;
-        let mark = meter.begin();
+        let mark = meter.begin(false);
         stream.write_all(b"request").await.expect_err("closed");
         let traffic = meter.seal(mark);
         assert_eq!((traffic.taken, traffic.found), (0, Some(Peek::Closed)));
@@ -378,7 +480,7 @@ mod tests {
             let (mut stream, meter, mut server, _) = metered(secure).await;
             server.write_all(b"unasked").await.expect("write");
             until_not_quiet(&stream).await;
-            let mark = meter.begin();
+            let mark = meter.begin(false);
             let result = stream.write_all(b"request").await;
             assert_eq!(result.is_ok(), secure);
             assert_eq!(meter.seal(mark).taken, taken);
@@ -388,7 +490,7 @@ mod tests {
     #[tokio::test]
     async fn only_the_first_write_of_an_exchange_is_preceded_by_a_look() {
         let (mut stream, meter, mut server, _) = metered(false).await;
-        let mark = meter.begin();
+        let mark = meter.begin(false);
         stream.write_all(b"head").await.expect("write");
         server.write_all(b"early answer").await.expect("write");
         until_not_quiet(&stream).await;

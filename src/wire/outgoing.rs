@@ -28,6 +28,9 @@ use crate::wire::meter::{Mark, Meter};
 pub(crate) struct Outgoing {
     pub(crate) head: Head,
     pub(crate) body: OutBody,
+    /// Whether it would matter what the kernel knows of a failed delivery: nothing else makes this
+    /// request safe to send again.
+    pub(crate) wants_evidence: bool,
 }
 
 /// Method, target, version and fields.
@@ -55,11 +58,16 @@ impl Head {
 impl Outgoing {
     /// Makes the request for hyper, and keeps what is needed to call it back.
     pub(crate) fn depart(self, meter: &Arc<Meter>, mark: Mark) -> (Request<OutBody>, Recall) {
-        let Outgoing { head, mut body } = self;
+        let Outgoing {
+            head,
+            mut body,
+            wants_evidence,
+        } = self;
         let returned = body.arm(meter, mark);
         let upload = body.upload.clone();
         let recall = Recall {
             head: head.clone(),
+            wants_evidence,
             returned,
             upload,
         };
@@ -67,7 +75,7 @@ impl Outgoing {
     }
 
     /// Takes a request that hyper handed back untouched.
-    pub(crate) fn handed_back(request: Request<OutBody>) -> Self {
+    pub(crate) fn handed_back(request: Request<OutBody>, wants_evidence: bool) -> Self {
         let (parts, body) = request.into_parts();
         let head = Head {
             method: parts.method,
@@ -76,13 +84,18 @@ impl Outgoing {
             headers: parts.headers,
             extensions: parts.extensions,
         };
-        Outgoing { head, body }
+        Outgoing {
+            head,
+            body,
+            wants_evidence,
+        }
     }
 }
 
 /// The way back for a request of which no byte was taken.
 pub(crate) struct Recall {
     head: Head,
+    wants_evidence: bool,
     /// `None` where the request has no body.
     returned: Option<oneshot::Receiver<OutBody>>,
     upload: Upload,
@@ -105,6 +118,7 @@ impl Recall {
         Some(Outgoing {
             head: self.head,
             body,
+            wants_evidence: self.wants_evidence,
         })
     }
 }
@@ -163,6 +177,10 @@ pub(crate) struct OutBody {
     again: VecDeque<Frame<Bytes>>,
     departure: Option<Departure>,
     upload: Upload,
+    /// The length that the request declares, if it does: hyper asks for no more than that.
+    declared: Option<u64>,
+    /// Bytes given out on this trip.
+    gone: u64,
 }
 
 /// One trip of a body to a connection.
@@ -181,7 +199,14 @@ impl OutBody {
             again: VecDeque::new(),
             departure: None,
             upload: Upload(None),
+            declared: None,
+            gone: 0,
         }
+    }
+
+    /// Tells the body which length its request declares.
+    pub(crate) fn declare(&mut self, length: Option<u64>) {
+        self.declared = length;
     }
 
     pub(crate) fn new<B>(body: B) -> Self
@@ -198,12 +223,15 @@ impl OutBody {
             again: VecDeque::new(),
             departure: None,
             upload: Upload(Some(Arc::default())),
+            declared: None,
+            gone: 0,
         }
     }
 
     fn arm(&mut self, meter: &Arc<Meter>, mark: Mark) -> Option<oneshot::Receiver<OutBody>> {
         self.inner.as_ref()?;
         self.upload.restart();
+        self.gone = 0;
         let (back, returned) = oneshot::channel();
         self.departure = Some(Departure {
             meter: Arc::clone(meter),
@@ -244,7 +272,10 @@ impl Body for OutBody {
             },
         };
         match &frame {
-            Some(Ok(frame)) => self.remember(frame),
+            Some(Ok(frame)) => {
+                self.gone += frame.data_ref().map_or(0, Bytes::len) as u64;
+                self.remember(frame);
+            }
             Some(Err(_)) => self.upload.note(|progress| &progress.failed),
             None => {}
         }
@@ -254,7 +285,8 @@ impl Body for OutBody {
             Some(Err(_)) => false,
             None => true,
         };
-        if is_last || self.is_end_stream() {
+        let is_declared_end = self.declared.is_some_and(|length| self.gone >= length);
+        if is_last || is_declared_end || self.is_end_stream() {
             self.upload.note(|progress| &progress.finished);
         }
         Poll::Ready(frame)
@@ -306,6 +338,8 @@ impl Drop for OutBody {
             again,
             departure: None,
             upload,
+            declared: self.declared,
+            gone: 0,
         });
     }
 }

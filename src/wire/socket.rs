@@ -1,4 +1,4 @@
-//! The socket calls: the peek and the options. No other file makes one.
+//! The socket calls: the peek, the options, and what TCP itself knows. No other file makes one.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -76,6 +76,114 @@ impl SocketOptions {
 /// dead peer for ten minutes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
+/// What TCP knows of a connection, as far as evidence of delivery needs it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct TcpState {
+    /// The connection is over in both directions: nothing more is sent, received or acknowledged.
+    pub(crate) closed: bool,
+    /// Bytes that the peer's kernel has acknowledged, from the beginning of the connection. Our SYN
+    /// counts as one and so does our FIN: only differences mean anything.
+    pub(crate) acked: u64,
+    /// Whether everything that was written has been sent and acknowledged.
+    pub(crate) settled: bool,
+    /// The smoothed round-trip time.
+    pub(crate) rtt: Duration,
+}
+
+/// Asks TCP about a connection. `None` where the system does not tell: not Linux, a kernel before 4.19,
+/// or one that only looks like it.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+pub(crate) fn tcp_state(stream: &TcpStream) -> Option<TcpState> {
+    /// `TCP_CLOSE` of the kernel's `enum` of states.
+    const CLOSE: u8 = 7;
+
+    let info = tcp_info::read(stream)?;
+    Some(TcpState {
+        closed: info.state == CLOSE,
+        acked: info.bytes_acked,
+        settled: info.unacked == 0 && info.notsent_bytes == 0,
+        rtt: Duration::from_micros(info.rtt_us.into()),
+    })
+}
+
+/// Asks TCP about a connection: this system does not tell.
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+pub(crate) fn tcp_state(_: &TcpStream) -> Option<TcpState> {
+    None
+}
+
+#[cfg(any(target_os = "linux", target_os = "android"))]
+mod tcp_info {
+    use std::os::fd::AsFd;
+    use std::sync::OnceLock;
+
+    // Both names: the exported macro calls the other one unqualified.
+    use nix::{getsockopt_impl, sockopt_impl};
+
+    /// The beginning of Linux's `struct tcp_info`, which only ever grows at its end, as far as all kernels
+    /// from 4.19 fill it in.
+    #[allow(unreachable_pub)] // the macro makes the option `pub`, and with it what it gives
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug)]
+    pub struct TcpInfo {
+        pub(super) state: u8,
+        _ca_state_to_options: [u8; 7],
+        _rto_ato_mss: [u32; 4],
+        pub(super) unacked: u32,
+        _sacked_to_fackets: [u32; 4],
+        _last_times: [u32; 4],
+        _pmtu_ssthresh: [u32; 2],
+        pub(super) rtt_us: u32,
+        _rttvar_to_reordering: [u32; 5],
+        _rcv: [u32; 2],
+        _total_retrans: u32,
+        _pacing: [u64; 2],
+        pub(super) bytes_acked: u64,
+        _bytes_received: u64,
+        _segments: [u32; 2],
+        pub(super) notsent_bytes: u32,
+        _min_rtt: u32,
+        _data_segments: [u32; 2],
+        _rates_and_times: [u64; 4],
+        _delivered: [u32; 2],
+        _bytes_sent_retrans: [u64; 2],
+    }
+
+    const _: () = assert!(size_of::<TcpInfo>() == 216);
+    const _: () = assert!(std::mem::offset_of!(TcpInfo, unacked) == 24);
+    const _: () = assert!(std::mem::offset_of!(TcpInfo, rtt_us) == 68);
+    const _: () = assert!(std::mem::offset_of!(TcpInfo, bytes_acked) == 120);
+    const _: () = assert!(std::mem::offset_of!(TcpInfo, notsent_bytes) == 144);
+
+    sockopt_impl!(
+        TcpInfoOption,
+        GetOnly,
+        libc::IPPROTO_TCP,
+        libc::TCP_INFO,
+        TcpInfo
+    );
+
+    pub(super) fn read(socket: &impl AsFd) -> Option<TcpInfo> {
+        static KERNEL_IS_NEW_ENOUGH: OnceLock<bool> = OnceLock::new();
+        // nix asserts that the answer is as long as the struct, so the kernel's version comes first.
+        let is_new_enough = KERNEL_IS_NEW_ENOUGH.get_or_init(|| version() >= Some((4, 19)));
+        if !is_new_enough {
+            return None;
+        }
+        nix::sys::socket::getsockopt(socket, TcpInfoOption).ok()
+    }
+
+    fn version() -> Option<(u32, u32)> {
+        let name = nix::sys::utsname::uname().ok()?;
+        let mut numbers = name
+            .release()
+            .to_str()?
+            .split(|c: char| !c.is_ascii_digit());
+        let mut next = || numbers.next()?.parse().ok();
+        Some((next()?, next()?))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -137,6 +245,26 @@ mod tests {
         let first = peek_until(&client, |seen| seen != Peek::Quiet).await;
         assert_eq!(first, Peek::Broken(io::ErrorKind::ConnectionReset));
         assert_eq!(peek(&client), Peek::Closed);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn tcp_tells_what_was_acknowledged_and_when_it_is_over() {
+        let (mut client, server) = pair().await;
+        let before = tcp_state(&client).expect("Linux tells");
+        assert!(before.settled && !before.closed, "{before:?}");
+        client.write_all(&[0; 1000]).await.expect("write");
+        let acked = || tcp_state(&client).map(|state| state.acked - before.acked);
+        while acked() != Some(1000) {
+            tokio::task::yield_now().await;
+        }
+        SockRef::from(&server)
+            .set_linger(Some(Duration::ZERO))
+            .expect("linger");
+        drop(server);
+        while !tcp_state(&client).is_some_and(|state| state.closed) {
+            tokio::task::yield_now().await;
+        }
     }
 
     #[tokio::test]
