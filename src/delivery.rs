@@ -7,18 +7,23 @@ use std::fmt;
 
 /// What is known of a failed request's delivery. Ordered: a later one is less safe to send again.
 ///
-/// It is a statement about *this* attempt, made from evidence and never from hope: where the proof is
-/// missing, it is [`Delivery::Unknown`].
+/// It is made from evidence and never from hope: where the proof is missing, it is
+/// [`Delivery::Unknown`]. The pool says it of one attempt; after a retry layer it is that of all attempts
+/// together ([`Error::delivery`](crate::Error::delivery)).
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[non_exhaustive]
 pub enum Delivery {
     /// No byte of the request reached the kernel: it may be sent again whatever its method.
     ///
-    /// Proven by: name resolution, connect or handshake failed; hyper handed the request back before
-    /// it wrote any of it; or the byte counter below TLS shows that the socket took nothing.
+    /// Proven by: the request was refused before any I/O; name resolution, connect or handshake failed;
+    /// hyper handed the request back before it wrote any of it; or the byte counter below TLS shows that
+    /// the socket took nothing.
     NotSent,
     /// The server said that it did not act on the request: 421 ([RFC 9110 section 15.5.20]) or 425
     /// ([RFC 8470 section 5.2]).
+    ///
+    /// Such a response is returned as a response. An error has this delivery where a retry layer went on
+    /// from one, and then its deadline passed or the next attempt sent nothing.
     ///
     /// [RFC 9110 section 15.5.20]: https://www.rfc-editor.org/rfc/rfc9110.html#section-15.5.20
     /// [RFC 8470 section 5.2]: https://www.rfc-editor.org/rfc/rfc8470.html#section-5.2

@@ -291,8 +291,9 @@ impl Error {
 
     /// How many bytes of the request the kernel took, counted below TLS (so with its framing).
     ///
-    /// Taken is not received: the bytes may never have left this machine. Zero is proof that nothing
-    /// was sent, any other number proves nothing.
+    /// Taken is not received: the bytes may never have left this machine. Zero proves nothing by itself:
+    /// it is also what errors say that did not count, those of a response body, of a deadline and of other
+    /// services. Whether nothing was sent is for [`delivery`](Error::delivery) to say.
     pub fn bytes_taken(&self) -> u64 {
         self.0.trace.taken
     }

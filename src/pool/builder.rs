@@ -173,6 +173,9 @@ impl Builder {
     /// connection: at most so many bytes and so much time. What does not end within both closes the
     /// connection. It happens in the background and never delays the caller. Zero bytes: never read on.
     ///
+    /// The time also bounds the wait for a connection whose response has ended and which is not ready yet: in
+    /// the background while the upload still runs, else before the end of the body is shown.
+    ///
     /// # Default
     /// 64 KiB and 100 ms: about what opening a new TLS connection costs over 50 ms of distance.
     pub fn drain(mut self, bytes: u64, time: Duration) -> Self {

@@ -1,4 +1,4 @@
-//! The pool: who holds which connection. The only locks.
+//! The pool: who holds which connection, and the locks that this takes.
 //!
 //! Decisions are made under an origin's lock and acted on after it: no guard meets an `await`, a peek or
 //! a close. Each promise is owned by a guard ([`lease::Lease`], the dial's gauge) from before the next

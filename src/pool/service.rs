@@ -161,8 +161,8 @@ impl fmt::Debug for ResponseFuture {
 /// A request with this field may be sent again whatever happens.
 const KEY_FIELD: HeaderName = HeaderName::from_static("idempotency-key");
 
-/// How often a request of which nothing was sent moves on to another idle connection before it gets a
-/// new one. The probe makes even the first of these rare.
+/// How many idle connections may fail a request of which nothing was sent before it gets a new one. The
+/// probe makes even the first such failure rare.
 const MOVES_TO_IDLE: u32 = 2;
 /// How many new connections such a request may then try: a server that accepts and closes at once must
 /// not be dialled for ever.

@@ -1,7 +1,7 @@
 //! What the pool knows of each origin, under that origin's lock.
 //!
 //! Two locks: the table of origins, and one for each origin's [`Host`]. The table's is never held while
-//! a host's is taken, except to look a host up. Connections that must go are returned from under the
+//! a host's is taken, except to ask whether a host is unused. Connections that must go are returned from under the
 //! lock and closed after it.
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! The policy: how much retrying is wanted, within what the decision table says is safe.
 //!
-//! Decides; never sends, waits or counts. Pure: no I/O, no clock. What happened comes in as [`Evidence`], what was done already as
-//! [`History`]; the random source for the jitter is an argument.
+//! Decides; never sends, waits or counts. Pure: no I/O, no clock. What happened comes in as
+//! [`Evidence`], what was done already as [`History`]; the random source for the jitter is an argument.
 //!
 //! # Invariants
 //!

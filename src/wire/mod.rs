@@ -1,6 +1,6 @@
 //! The only I/O: sockets, TLS, hyper, and the evidence that they leave.
 //!
-//! Nothing here knows the pool or a lock of its. A connection comes in two halves: [`http1::Conn`],
+//! Nothing here knows the pool or its locks. A connection comes in two halves: [`http1::Conn`],
 //! which sends requests and belongs to whoever holds the lease, and [`http1::Driver`], which runs
 //! hyper and belongs to the connection's own task.
 

@@ -1,4 +1,5 @@
-//! The socket calls: the peek, the options, and what TCP itself knows. No other file makes one.
+//! The system calls that do not go through tokio: the peek, the half-close, the options, and what TCP
+//! itself knows. No other file makes one.
 
 use std::io;
 use std::mem::MaybeUninit;
