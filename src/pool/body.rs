@@ -77,7 +77,12 @@ impl After {
             return Poll::Ready(());
         };
         if let Persistence::Close(reason) = self.persistence {
-            self.finish(|lease| lease.close(reason));
+            // What is still being sent nobody reads any more (RFC 9112 section 9.5).
+            let upload_goes_on = !self.upload.is_over();
+            self.finish(|lease| match upload_goes_on {
+                true => lease.abort(reason),
+                false => lease.close(reason),
+            });
             return Poll::Ready(());
         }
         if !self.upload.is_over() {

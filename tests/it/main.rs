@@ -5,6 +5,7 @@
 
 mod support;
 
+mod answers;
 mod cancel;
 mod desync;
 mod ecosystem;

@@ -349,6 +349,14 @@ impl Conn {
         }
     }
 
+    /// Reads so many bytes of a body, and throws them away.
+    pub(crate) fn read_body_bytes(&mut self, count: usize) {
+        while self.buffer.len() < count {
+            assert!(self.read_more().expect("the body") > 0, "the client closed");
+        }
+        self.buffer.drain(..count);
+    }
+
     /// Reads a whole request. `None` when the client closes instead.
     pub(crate) fn read_request(&mut self) -> Option<Received> {
         let head = self.read_head()?;
