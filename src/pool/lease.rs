@@ -147,9 +147,10 @@ impl Lease {
         }
     }
 
-    /// Closes the connection: properly where it is between exchanges, at once where it is not.
+    /// Closes the connection: what hyper still has to send is sent, within bounds.
     pub(crate) fn close(self, reason: CloseReason) {
         self.close_because(reason);
+        self.leave_to_its_end();
     }
 
     /// Closes the connection where it stands, although hyper is still sending on it.
@@ -175,6 +176,9 @@ impl Drop for Lease {
             // Counts only where no reason was given: the exchange was dropped.
             card.conn.meter().close_because(CloseReason::RequestDropped);
             self.host.forget_busy();
+            // Nobody wants the rest of the request to be sent, and a peer that does not read must not
+            // keep the connection.
+            card.conn.abort();
         }
     }
 }

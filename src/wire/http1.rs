@@ -16,7 +16,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{Sleep, sleep, timeout};
 
 use crate::clock::{Instant, now};
 use crate::delivery::PeerEnd;
@@ -76,6 +76,7 @@ pub(crate) async fn establish(
     let driver = Driver {
         connection: Some(connection),
         aborted: Some(aborted),
+        parting: None,
         socket,
         meter,
     };
@@ -206,6 +207,9 @@ const RECALL_WAIT: Duration = Duration::from_secs(1);
 pub(crate) struct Driver {
     connection: Option<http1::Connection<TokioIo<Stream>, OutBody>>,
     aborted: Option<oneshot::Receiver<()>>,
+    /// Runs from the moment the other half is gone: hyper then sends what it still has, which takes
+    /// for ever if the peer does not read.
+    parting: Option<Pin<Box<Sleep>>>,
     socket: Arc<Socket>,
     meter: Arc<Meter>,
 }
@@ -268,6 +272,13 @@ impl Future for Driver {
                 self.connection = None;
                 return Poll::Ready(End::Aborted);
             }
+            self.parting = Some(Box::pin(sleep(LINGER_TIME)));
+        }
+        if let Some(parting) = &mut self.parting
+            && parting.as_mut().poll(cx).is_ready()
+        {
+            self.connection = None;
+            return Poll::Ready(End::Aborted);
         }
         let Some(connection) = &mut self.connection else {
             return Poll::Ready(End::Over(CloseReason::PeerClosedIdle));
