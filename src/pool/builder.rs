@@ -17,6 +17,7 @@ pub(crate) struct Config {
     pub(crate) drain_time: Duration,
     pub(crate) probe_patience: Duration,
     pub(crate) default_scheme: Scheme,
+    pub(crate) expect_continue: Option<Duration>,
     pub(crate) dialer: Dialer,
 }
 
@@ -31,6 +32,7 @@ pub struct Builder {
     drain_time: Duration,
     probe_patience: Duration,
     default_scheme: Scheme,
+    expect_continue: Option<Duration>,
     options: SocketOptions,
     #[cfg(feature = "tls")]
     tls: Option<rustls::ClientConfig>,
@@ -46,6 +48,7 @@ impl Builder {
             drain_time: Duration::from_millis(100),
             probe_patience: Duration::from_millis(10),
             default_scheme: Scheme::HTTP,
+            expect_continue: None,
             options: SocketOptions {
                 nodelay: true,
                 keepalive: Some(Duration::from_secs(60)),
@@ -207,6 +210,25 @@ impl Builder {
         self
     }
 
+    /// Sets whether a request with a body, which nothing makes safe to send twice, first asks on a reused
+    /// connection whether the server is there (`Expect: 100-continue`, [RFC 9110 section 10.1.1]), and how
+    /// long it waits for the answer before it sends the body all the same.
+    ///
+    /// A stale connection then breaks before the body has left: what the server could act on it never had,
+    /// and a one-shot body is still whole. The price is a round trip for each such request, or the whole
+    /// wait where the server does not know the question. A server that refuses the expectation (417) is
+    /// asked again without it. Requests with an `Expect` field of their own are left alone; on the others a
+    /// callback set with `hyper::ext::on_informational` is replaced.
+    ///
+    /// # Default
+    /// `None`: not asked. Where it is, 1 s is what RFC 9110 leaves open and most clients wait.
+    ///
+    /// [RFC 9110 section 10.1.1]: https://www.rfc-editor.org/rfc/rfc9110.html#section-10.1.1
+    pub fn expect_continue(mut self, patience: impl Into<Option<Duration>>) -> Self {
+        self.expect_continue = patience.into();
+        self
+    }
+
     pub(crate) fn config(self) -> Config {
         #[cfg(feature = "tls")]
         let tls = TlsClient::new(self.tls);
@@ -219,6 +241,7 @@ impl Builder {
             drain_time: self.drain_time,
             probe_patience: self.probe_patience,
             default_scheme: self.default_scheme,
+            expect_continue: self.expect_continue,
             dialer: Dialer {
                 connect_timeout: self.connect_timeout,
                 options: self.options,

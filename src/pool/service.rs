@@ -11,9 +11,10 @@ use std::task::{Context, Poll};
 
 use http::header::{CONTENT_LENGTH, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
-use http::{Method, Request, Response, Uri, Version};
+use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body;
 use hyper::body::Incoming;
+use tokio::time::timeout;
 use tower_service::Service;
 use tracing::Instrument;
 
@@ -28,7 +29,7 @@ use crate::pool::state::Shared;
 use crate::rules::persist;
 use crate::stats::{CloseReason, Counters, RetryLedger, Stats};
 use crate::timings::Timings;
-use crate::wire::http1::Failed;
+use crate::wire::http1::{Failed, RECALL_WAIT};
 use crate::wire::outgoing::{Head, OutBody, Outgoing, Upload};
 
 /// A pool of HTTP/1.1 connections. Cheap to clone; all clones share the connections.
@@ -239,18 +240,37 @@ async fn send_to(
     let host = shared.host(origin);
     let called = now();
     let (mut moves_to_idle, mut moves_to_fresh) = (0, 0);
+    let mut may_expect = outgoing.may_expect();
     loop {
         let fresh = must_be_fresh || moves_to_idle >= MOVES_TO_IDLE || moves_to_fresh > 0;
         let mut lease = Lease::acquire(&host, fresh).await?;
         let method = outgoing.head.method.clone();
         let said_close = persist::has_connection_option(&outgoing.head.headers, "close");
         let sent = now();
+        let is_reused = lease.facts().is_reused();
         let Some(conn) = lease.conn() else {
             // A new lease has its connection. There is no proof for what must not happen.
             return Err(Error::new(ErrorKind::ConnectionClosed, Phase::Unknown));
         };
-        match conn.exchange(outgoing).await {
-            Ok((response, upload)) => {
+        let expect = shared
+            .config
+            .expect_continue
+            .filter(|_| may_expect && is_reused);
+        match conn.exchange(outgoing, expect).await {
+            Ok((response, recall)) => {
+                if expect.is_some() && response.status() == StatusCode::EXPECTATION_FAILED {
+                    // The server reads no body that it was not sent. RFC 9110 section 10.1.1: without the
+                    // expectation, then.
+                    drop(response);
+                    lease.abort(CloseReason::UploadUnfinished);
+                    may_expect = false;
+                    if let Ok(Some(again)) = timeout(RECALL_WAIT, recall.back()).await {
+                        outgoing = again;
+                        continue;
+                    }
+                    return Err(Error::new(ErrorKind::RequestBody, Phase::Send));
+                }
+                let upload = recall.upload().clone();
                 let timings = Timings {
                     acquire: sent - called,
                     head: now() - sent,
@@ -260,9 +280,10 @@ async fn send_to(
                 return Ok(answer(response, lease, &method, said_close, upload, timings).await);
             }
             Err(Failed { error, again }) => {
-                let reused = lease.facts().is_reused();
                 let error = error.with_connection(lease.facts().clone());
-                if error.bytes_taken() > 0 && reused && error.kind() == ErrorKind::ConnectionClosed
+                if error.bytes_taken() > 0
+                    && is_reused
+                    && error.kind() == ErrorKind::ConnectionClosed
                 {
                     Counters::add(&shared.counters.stale_after_write);
                 }
@@ -272,7 +293,7 @@ async fn send_to(
                 } else {
                     lease.close(CloseReason::ExchangeFailed);
                 }
-                let moves = if reused {
+                let moves = if is_reused {
                     &mut moves_to_idle
                 } else {
                     &mut moves_to_fresh

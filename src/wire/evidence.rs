@@ -75,8 +75,9 @@ pub(crate) fn of_exchange(
 /// 5. When it had ended, not one more byte was acknowledged than before.
 ///
 /// At the end of the stream itself nothing can be said: a half-closed peer acknowledges what it reads
-/// only after its delay. So this waits for the reset: four round trips, but at least 200 ms, which is more
-/// than any delayed acknowledgement of Linux, and at most a second.
+/// only after its delay. So this waits for the reset: four round trips, but at least 300 ms, which is more
+/// than a delayed acknowledgement (40 ms on Linux) and long enough for one retransmission (200 ms), and at
+/// most a second.
 pub(crate) async fn of_kernel(error: Error, traffic: Traffic, socket: Option<&Socket>) -> Error {
     let Some(socket) = socket else {
         return error;
@@ -119,7 +120,7 @@ pub(crate) async fn of_kernel(error: Error, traffic: Traffic, socket: Option<&So
     }
 }
 
-const LEAST_PATIENCE: Duration = Duration::from_millis(200);
+const LEAST_PATIENCE: Duration = Duration::from_millis(300);
 const MOST_PATIENCE: Duration = Duration::from_secs(1);
 /// On loopback the reset is there before the first look.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(500);

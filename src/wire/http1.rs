@@ -24,7 +24,7 @@ use crate::error::Error;
 use crate::stats::CloseReason;
 use crate::wire::evidence;
 use crate::wire::meter::{Meter, Socket};
-use crate::wire::outgoing::{OutBody, Outgoing, Upload};
+use crate::wire::outgoing::{OutBody, Outgoing, Recall};
 use crate::wire::socket::Peek;
 use crate::wire::tls::Stream;
 
@@ -137,7 +137,7 @@ impl Conn {
         }
     }
 
-    /// Sends one request and waits for its response head.
+    /// Sends one request and waits for its response head. See [`Outgoing::depart`] for `expect`.
     ///
     /// # Cancel safety
     ///
@@ -145,7 +145,8 @@ impl Conn {
     pub(crate) async fn exchange(
         &mut self,
         outgoing: Outgoing,
-    ) -> Result<(Response<Incoming>, Upload), Failed> {
+        expect: Option<Duration>,
+    ) -> Result<(Response<Incoming>, Recall), Failed> {
         let started = now();
         // What TCP knows of a connection is gone with its socket, so that has to outlast hyper.
         let wants_evidence = outgoing.wants_evidence;
@@ -155,9 +156,9 @@ impl Conn {
             None
         };
         let mark = self.meter.begin(wants_evidence);
-        let (request, recall) = outgoing.depart(&self.meter, mark);
+        let (request, recall) = outgoing.depart(&self.meter, mark, expect);
         let mut failure = match self.sender.try_send_request(request).await {
-            Ok(response) => return Ok((response, recall.upload().clone())),
+            Ok(response) => return Ok((response, recall)),
             Err(failure) => failure,
         };
         if let Some(request) = failure.take_message() {
@@ -167,7 +168,7 @@ impl Conn {
             }
             return Err(Failed {
                 error: evidence::of_hand_back(error),
-                again: Some(Box::new(Outgoing::handed_back(request, wants_evidence))),
+                again: Some(Box::new(recall.handed_back(request))),
             });
         }
         // From here on nothing more is written, so the count is final.
@@ -198,9 +199,9 @@ impl Conn {
     }
 }
 
-/// How long to wait for hyper to let go of a request that did not leave. It does so within the poll in
+/// How long to wait for hyper to let go of a request that can be called back. It does so within the poll in
 /// which it reports the failure; the bound is for a runtime that is being shut down.
-const RECALL_WAIT: Duration = Duration::from_secs(1);
+pub(crate) const RECALL_WAIT: Duration = Duration::from_secs(1);
 
 /// The half that runs hyper. Resolves when the connection has ended.
 #[derive(Debug)]
@@ -272,6 +273,7 @@ impl Future for Driver {
                 self.connection = None;
                 return Poll::Ready(End::Aborted);
             }
+            self.meter.part();
             self.parting = Some(Box::pin(sleep(LINGER_TIME)));
         }
         if let Some(parting) = &mut self.parting
@@ -372,7 +374,7 @@ mod tests {
         drop(server);
         // This thread, and so the reactor, sees nothing of it until the first write looks.
         let driver = tokio::spawn(driver);
-        let failed = conn.exchange(upload()).await.expect_err("dead");
+        let failed = conn.exchange(upload(), None).await.expect_err("dead");
         assert_eq!(failed.error.delivery(), Delivery::NotSent);
         assert_eq!(failed.error.kind(), ErrorKind::ConnectionClosed);
         assert_eq!(failed.error.bytes_taken(), 0);
@@ -386,7 +388,10 @@ mod tests {
         let forged = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
         server.write_all(forged).await.expect("write");
         tokio::spawn(driver);
-        let failed = conn.exchange(upload()).await.expect_err("not an answer");
+        let failed = conn
+            .exchange(upload(), None)
+            .await
+            .expect_err("not an answer");
         assert_eq!(failed.error.delivery(), Delivery::NotSent);
         sent_whole(*failed.again.expect("nothing left")).await;
         drop(conn);
@@ -401,7 +406,7 @@ mod tests {
         let (mut dead, driver, server) = connection().await;
         drop(server);
         tokio::spawn(driver);
-        let failed = dead.exchange(upload()).await.expect_err("dead");
+        let failed = dead.exchange(upload(), None).await.expect_err("dead");
         let again = failed.again.expect("nothing left");
 
         let (mut conn, driver, mut server) = connection().await;
@@ -419,10 +424,10 @@ mod tests {
                 .expect("write");
             String::from_utf8(received).expect("text")
         };
-        let (result, received) = tokio::join!(conn.exchange(*again), answer);
-        let (response, upload) = result.expect("an answer");
+        let (result, received) = tokio::join!(conn.exchange(*again, None), answer);
+        let (response, recall) = result.expect("an answer");
         assert_eq!(response.status(), 204);
-        assert!(upload.is_finished());
+        assert!(recall.upload().is_finished());
         assert!(
             received.starts_with("POST /pay HTTP/1.1\r\nhost: localhost\r\n"),
             "{received}"
@@ -443,7 +448,7 @@ mod tests {
             server.read_exact(&mut byte).await.expect("read");
             drop(server);
         };
-        let (result, ()) = tokio::join!(conn.exchange(upload()), close);
+        let (result, ()) = tokio::join!(conn.exchange(upload(), None), close);
         let failed = result.expect_err("closed");
         assert_eq!(failed.error.delivery(), Delivery::Unknown);
         assert!(failed.error.bytes_taken() > 0);

@@ -81,6 +81,8 @@ pub(crate) struct Meter {
     gate: Mutex<Gate>,
     /// Bytes that hyper has read, above TLS.
     received: AtomicU64,
+    /// Nobody wants an answer any more.
+    parting: AtomicBool,
     watched: AtomicBool,
     drained: Notify,
     reason: Mutex<Reason>,
@@ -138,6 +140,7 @@ impl Meter {
         Arc::new(Meter {
             gate: Mutex::default(),
             received: AtomicU64::new(0),
+            parting: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             drained: Notify::new(),
             reason: Mutex::default(),
@@ -191,6 +194,11 @@ impl Meter {
     /// Notes what the connection's task saw of its end. Counts only where nobody said why.
     pub(crate) fn end_seen_as(&self, reason: CloseReason) {
         self.reason().seen.get_or_insert(reason);
+    }
+
+    /// The half that sends is gone: an answer has no reader any more.
+    pub(crate) fn part(&self) {
+        self.parting.store(true, Relaxed);
     }
 
     /// Resolves when the connection's task has read all there was to read.
@@ -326,6 +334,10 @@ impl Metered {
         }
     }
 
+    fn may_have_an_answer(&self) -> bool {
+        !self.read_ended && !self.meter.parting.load(Relaxed)
+    }
+
     fn poll_metered(
         &self,
         cx: &mut Context<'_>,
@@ -338,7 +350,9 @@ impl Metered {
                 // The peer is gone, but its answer may be there (RFC 9112 section 9.5), and hyper reads no
                 // further once a write has failed. So the write does not end until the reader has come
                 // to the end of the stream, which a dead socket always has, and which wakes it.
-                Err(error) if is_end(error.kind()) && !self.read_ended => return Poll::Pending,
+                Err(error) if is_end(error.kind()) && self.may_have_an_answer() => {
+                    return Poll::Pending;
+                }
                 result => return Poll::Ready(result),
             }
         }

@@ -10,15 +10,19 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes};
-use http::{HeaderMap, Method, Request, Uri, Version};
+use http::header::{EXPECT, HeaderValue};
+use http::{HeaderMap, Method, Request, StatusCode, Uri, Version};
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::oneshot;
+use tokio::time::{Sleep, sleep};
 
 use crate::error::BoxError;
 use crate::wire::meter::{Mark, Meter};
@@ -56,8 +60,27 @@ impl Head {
 }
 
 impl Outgoing {
+    /// Whether it may be asked for with an expectation: not safe to send twice, with a body, and without an
+    /// expectation of the caller's.
+    pub(crate) fn may_expect(&self) -> bool {
+        self.wants_evidence
+            && !self.body.is_end_stream()
+            && self.head.version == Version::HTTP_11
+            && !self.head.headers.contains_key(EXPECT)
+    }
+
     /// Makes the request for hyper, and keeps what is needed to call it back.
-    pub(crate) fn depart(self, meter: &Arc<Meter>, mark: Mark) -> (Request<OutBody>, Recall) {
+    ///
+    /// With `expect` the request asks the server whether it wants the body (`Expect: 100-continue`,
+    /// [RFC 9110 section 10.1.1]), and the body waits for the answer, at most that long.
+    ///
+    /// [RFC 9110 section 10.1.1]: https://www.rfc-editor.org/rfc/rfc9110.html#section-10.1.1
+    pub(crate) fn depart(
+        self,
+        meter: &Arc<Meter>,
+        mark: Mark,
+        expect: Option<Duration>,
+    ) -> (Request<OutBody>, Recall) {
         let Outgoing {
             head,
             mut body,
@@ -71,24 +94,22 @@ impl Outgoing {
             returned,
             upload,
         };
-        (head.request(body), recall)
-    }
-
-    /// Takes a request that hyper handed back untouched.
-    pub(crate) fn handed_back(request: Request<OutBody>, wants_evidence: bool) -> Self {
-        let (parts, body) = request.into_parts();
-        let head = Head {
-            method: parts.method,
-            uri: parts.uri,
-            version: parts.version,
-            headers: parts.headers,
-            extensions: parts.extensions,
-        };
-        Outgoing {
-            head,
-            body,
-            wants_evidence,
+        let asked = expect.map(|patience| body.hold(patience));
+        let mut request = head.request(body);
+        if let Some(go) = asked {
+            request
+                .headers_mut()
+                .insert(EXPECT, HeaderValue::from_static("100-continue"));
+            let go = Mutex::new(Some(go));
+            hyper::ext::on_informational(&mut request, move |response| {
+                if response.status() == StatusCode::CONTINUE {
+                    let go = go.lock().unwrap_or_else(PoisonError::into_inner).take();
+                    // Nobody listens where the patience is over.
+                    let _ = go.map(|go| go.send(()));
+                }
+            });
         }
+        (request, recall)
     }
 }
 
@@ -107,7 +128,17 @@ impl Recall {
         &self.upload
     }
 
-    /// The request as it was before it departed. `None` if a byte of it was taken, or its body failed.
+    /// The request that hyper handed back untouched, as it was before it departed.
+    pub(crate) fn handed_back(self, request: Request<OutBody>) -> Outgoing {
+        Outgoing {
+            head: self.head,
+            body: request.into_body().released(),
+            wants_evidence: self.wants_evidence,
+        }
+    }
+
+    /// The request as it was before it departed. `None` if a byte of it was taken, or its body failed;
+    /// but a body that nobody has asked for yet comes back although its head is gone.
     ///
     /// Waits for hyper to let go of the body, which it does when its connection ends.
     pub(crate) async fn back(self) -> Option<Outgoing> {
@@ -181,6 +212,17 @@ pub(crate) struct OutBody {
     declared: Option<u64>,
     /// Bytes given out on this trip.
     gone: u64,
+    /// The server is being asked whether it wants the body.
+    held: Option<Hold>,
+}
+
+/// What a body waits for that was announced with an expectation.
+struct Hold {
+    /// Resolves when the server said to go on; with an error when it gave its final answer instead, with
+    /// which hyper drops the callback. `None` from then on.
+    go: Option<oneshot::Receiver<()>>,
+    /// The answer is not waited for longer than this: the server may not know the question.
+    patience: Pin<Box<Sleep>>,
 }
 
 /// One trip of a body to a connection.
@@ -201,7 +243,24 @@ impl OutBody {
             upload: Upload(None),
             declared: None,
             gone: 0,
+            held: None,
         }
+    }
+
+    /// Holds the body back until something is sent here, or the patience is over; for good once the sender
+    /// is dropped.
+    fn hold(&mut self, patience: Duration) -> oneshot::Sender<()> {
+        let (said, go) = oneshot::channel();
+        self.held = Some(Hold {
+            go: Some(go),
+            patience: Box::pin(sleep(patience)),
+        });
+        said
+    }
+
+    fn released(mut self) -> Self {
+        self.held = None;
+        self
     }
 
     /// Tells the body which length its request declares.
@@ -225,6 +284,7 @@ impl OutBody {
             upload: Upload(Some(Arc::default())),
             declared: None,
             gone: 0,
+            held: None,
         }
     }
 
@@ -264,6 +324,20 @@ impl Body for OutBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if let Some(held) = &mut self.held {
+            let Some(go) = &mut held.go else {
+                return Poll::Pending;
+            };
+            match Pin::new(go).poll(cx) {
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(_)) => {
+                    held.go = None;
+                    return Poll::Pending;
+                }
+                Poll::Pending => ready!(held.patience.as_mut().poll(cx)),
+            }
+            self.held = None;
+        }
         let frame = match self.again.pop_front() {
             Some(frame) => Some(Ok(frame)),
             None => match &mut self.inner {
@@ -327,7 +401,11 @@ impl Drop for OutBody {
         let Some(mut again) = departure.given else {
             return;
         };
-        if departure.meter.has_taken_since(departure.mark) || self.upload.has_failed() {
+        let nobody_asked = self.held.is_some();
+        if !nobody_asked && departure.meter.has_taken_since(departure.mark) {
+            return;
+        }
+        if self.upload.has_failed() {
             return;
         }
         again.append(&mut self.again);
@@ -340,6 +418,7 @@ impl Drop for OutBody {
             upload,
             declared: self.declared,
             gone: 0,
+            held: None,
         });
     }
 }

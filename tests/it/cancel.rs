@@ -282,3 +282,43 @@ async fn a_body_dropped_early_never_leaks_into_the_next_response() {
     .await;
     assert_eq!(peer.accepted(), 2);
 }
+
+/// A peer that does not read must not keep what was given up: hyper would flush for ever.
+#[tokio::test]
+async fn a_dropped_upload_closes_its_connection_although_the_peer_does_not_read() {
+    for scheme in BOTH {
+        let leave = Gate::new();
+        let gate = leave.clone();
+        let peer = Peer::start(scheme, move |conn| {
+            conn.read_head();
+            gate.pass();
+        });
+        let pool = pool();
+        let upload = pool.send(post(&peer.url("/upload"), vec![b'x'; 8 << 20]));
+        let limit = Duration::from_millis(50);
+        tokio::time::timeout(limit, upload)
+            .await
+            .expect_err("nobody reads");
+        settled(&pool, "closed while the peer still holds its socket").await;
+        assert_eq!(pool.stats().closes.get(CloseReason::RequestDropped), 1);
+        leave.open();
+    }
+}
+
+/// The same after an early answer that ends the connection.
+#[tokio::test]
+async fn an_upload_behind_a_final_answer_does_not_keep_its_connection() {
+    let leave = Gate::new();
+    let gate = leave.clone();
+    let peer = Peer::start(Scheme::Http, move |conn| {
+        conn.read_head();
+        conn.reply_with("Connection: close\r\n", "");
+        gate.pass();
+    });
+    let pool = pool();
+    let upload = post(&peer.url("/upload"), vec![b'x'; 8 << 20]);
+    let response = pool.send(upload).await.expect("an early answer");
+    assert_eq!(response.status(), 200);
+    settled(&pool, "closed while the peer still holds its socket").await;
+    leave.open();
+}

@@ -359,7 +359,21 @@ impl Conn {
 
     /// Reads a whole request. `None` when the client closes instead.
     pub(crate) fn read_request(&mut self) -> Option<Received> {
+        self.read_request_after(|_, _| ())
+    }
+
+    /// Reads a whole request, and does something once its head is there.
+    pub(crate) fn read_request_after(
+        &mut self,
+        between: impl FnOnce(&mut Conn, &str),
+    ) -> Option<Received> {
         let head = self.read_head()?;
+        between(self, &head);
+        self.read_body_of(head)
+    }
+
+    /// Reads the rest of a request whose head was read.
+    pub(crate) fn read_body_of(&mut self, head: String) -> Option<Received> {
         let mut request = Received {
             connection: self.index,
             head,
