@@ -7,6 +7,7 @@ mod support;
 
 mod answers;
 mod cancel;
+mod delivery;
 mod desync;
 mod ecosystem;
 mod idle;

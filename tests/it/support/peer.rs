@@ -550,6 +550,25 @@ impl Conn {
         self.tcp().take_error().expect("a socket").is_some()
     }
 
+    /// Makes the kernel lose whatever comes for this connection, as a network would. Nothing of it is
+    /// acknowledged, and the client sends it again after 200 ms.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn lose_what_comes(&self) {
+        // One instruction of classic BPF: keep 0 bytes of the packet.
+        let drop_all = [socket2::SockFilter::new(0x06, 0, 0, 0)];
+        SockRef::from(self.tcp())
+            .attach_filter(&drop_all)
+            .expect("a filter");
+    }
+
+    /// Ends [`lose_what_comes`](Conn::lose_what_comes).
+    #[cfg(target_os = "linux")]
+    pub(crate) fn hear_again(&self) {
+        SockRef::from(self.tcp())
+            .detach_filter()
+            .expect("the filter");
+    }
+
     /// Over TLS: says close_notify, and nothing on TCP.
     pub(crate) fn close_notify(&mut self) {
         if let Wire::Tls(stream) = &mut self.wire {
