@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::delivery::{Delivery, PeerEnd};
 use crate::origin::Origin;
-use crate::stats::{Refusal, RetryLedger};
+use crate::stats::{Refusal, RetryLedger, RetryReason};
 use crate::timings::ConnectionFacts;
 
 /// Any error that may cross a thread.
@@ -143,6 +143,35 @@ impl fmt::Display for Phase {
 /// source chain are part of the API.
 pub struct Error(Box<Inner>);
 
+/// One attempt that was followed by another: what it came to, and why the request was sent again.
+///
+/// [`Error::earlier_attempts`] lists them for a request that failed in the end, the response extension
+/// [`EarlierAttempts`] for one that was answered.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Attempt {
+    /// The status of its response, if it had one.
+    pub status: Option<http::StatusCode>,
+    /// What went wrong, if it had no response.
+    pub kind: Option<ErrorKind>,
+    /// What was known of its delivery.
+    pub delivery: Delivery,
+    /// Whether its connection had carried a request before. `None` if it had no connection, or if that is
+    /// not known.
+    pub reused: Option<bool>,
+    /// How many bytes of the request the kernel had taken.
+    pub bytes_taken: u64,
+    /// Why the request was sent again.
+    pub reason: RetryReason,
+    /// The wait before it was.
+    pub wait: Duration,
+}
+
+/// A response extension: the attempts before the one that was answered, in order. Set by the retry layer
+/// where there were any.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct EarlierAttempts(pub std::sync::Arc<[Attempt]>);
+
 /// What one attempt left behind on its connection.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Trace {
@@ -167,6 +196,7 @@ struct Inner {
     resends: u32,
     refusal: Option<Refusal>,
     passed: bool,
+    earlier: Vec<Attempt>,
     ledger: Option<RetryLedger>,
     source: Option<BoxError>,
 }
@@ -184,6 +214,7 @@ impl Error {
             resends: 0,
             refusal: None,
             passed: false,
+            earlier: Vec::new(),
             ledger: None,
             source: None,
         }))
@@ -256,6 +287,11 @@ impl Error {
 
     pub(crate) fn with_refusal(mut self, refusal: Refusal) -> Self {
         self.0.refusal = Some(refusal);
+        self
+    }
+
+    pub(crate) fn with_earlier_attempts(mut self, earlier: Vec<Attempt>) -> Self {
+        self.0.earlier = earlier;
         self
     }
 
@@ -353,6 +389,12 @@ impl Error {
         self.0.resends
     }
 
+    /// The attempts before the last one, in order, as a retry layer saw them. All else that the error tells,
+    /// except its delivery, is of the last one.
+    pub fn earlier_attempts(&self) -> &[Attempt] {
+        &self.0.earlier
+    }
+
     /// Why a retry layer did not send the request again. `None` if none was asked, or if there was
     /// nothing to decide.
     pub fn refusal(&self) -> Option<Refusal> {
@@ -433,6 +475,9 @@ impl fmt::Debug for Error {
         }
         if self.resends() > 0 {
             debug.field("resends", &self.resends());
+        }
+        if !self.earlier_attempts().is_empty() {
+            debug.field("earlier_attempts", &self.earlier_attempts());
         }
         if let Some(refusal) = self.refusal() {
             debug.field("refusal", &refusal);

@@ -105,7 +105,7 @@ mod timings;
 mod wire;
 
 pub use delivery::{Delivery, FreshConnection, PeerEnd, ResendCount, TreatAsIdempotent};
-pub use error::{BoxError, Error, ErrorKind, Phase};
+pub use error::{Attempt, BoxError, EarlierAttempts, Error, ErrorKind, Phase};
 pub use origin::Origin;
 pub use pool::body::ResponseBody;
 pub use pool::builder::Builder;

@@ -108,6 +108,8 @@ reasons! {
         Unavailable = "unavailable_503",
         /// 504 Gateway Timeout.
         GatewayTimeout = "gateway_timeout_504",
+        /// The server asked for it in a field of its own.
+        AskedBack = "asked_back",
     }
 }
 

@@ -24,13 +24,13 @@ use tower_service::Service;
 
 use crate::clock::{self, Instant};
 use crate::delivery::{Delivery, FreshConnection, Repeatable, ResendCount};
-use crate::error::{BoxError, Error, ErrorKind, Phase};
+use crate::error::{Attempt, BoxError, EarlierAttempts, Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::retry::idempotency::Class;
 use crate::retry::policy::{Decision, History, RetryPolicy, Situation};
 use crate::retry::replay::{Replay, ReplayBody};
 use crate::retry::retry_after::retry_after;
-use crate::retry::table::{Evidence, classify_error, classify_response};
+use crate::retry::table::{Evidence, classify_error};
 use crate::stats::{Refusal, RetryLedger};
 use crate::timings::Timings;
 
@@ -212,6 +212,8 @@ struct Course<'p> {
     worst: Delivery,
     /// The error before the attempt that runs, to show where the time went.
     last_error: Option<Error>,
+    /// All attempts but the one that runs.
+    earlier: Vec<Attempt>,
 }
 
 enum Next {
@@ -235,6 +237,7 @@ impl<'p> Course<'p> {
             history: History::default(),
             worst: Delivery::NotSent,
             last_error: None,
+            earlier: Vec::new(),
         }
     }
 
@@ -270,7 +273,8 @@ impl<'p> Course<'p> {
         let now = clock::now();
         let (evidence, asked, passed) = match outcome {
             Ok(response) => (
-                classify_response(response.status(), response.headers()),
+                self.policy
+                    .evidence_of(response.status(), response.headers()),
                 wait_asked_for(response.headers()),
                 response.extensions().get::<Passed>().is_some(),
             ),
@@ -295,6 +299,22 @@ impl<'p> Course<'p> {
                 Err(refusal) => Some(refusal),
                 Ok(body) => {
                     self.history.add(evidence, wait);
+                    let error = outcome.as_ref().err();
+                    self.earlier.push(Attempt {
+                        status: outcome.as_ref().ok().map(Response::status),
+                        kind: error.map(Error::kind),
+                        delivery: error.map_or(evidence.delivery(), Error::delivery),
+                        reused: match outcome {
+                            Ok(response) => {
+                                let timings = response.extensions().get::<Timings>();
+                                timings.map(|timings| timings.connection().is_reused())
+                            }
+                            Err(error) => error.is_reused(),
+                        },
+                        bytes_taken: error.map_or(0, Error::bytes_taken),
+                        reason,
+                        wait,
+                    });
                     if let Some(ledger) = ledger(outcome) {
                         ledger.0.retried(reason);
                     }
@@ -355,6 +375,9 @@ impl<'p> Course<'p> {
         let before = extensions.get::<ResendCount>().map_or(0, |count| count.0);
         extensions.insert(ResendCount(before.saturating_add(self.history.resends)));
         extensions.insert(Passed);
+        if !self.earlier.is_empty() {
+            extensions.insert(EarlierAttempts(self.earlier.clone().into()));
+        }
         if let Some(refusal) = refusal {
             extensions.insert(refusal);
         }
@@ -368,6 +391,10 @@ impl<'p> Course<'p> {
             .with_resends(resends)
             .with_delivery(delivery)
             .with_passed();
+        let error = match self.earlier.is_empty() {
+            true => error,
+            false => error.with_earlier_attempts(self.earlier.clone()),
+        };
         match refusal {
             Some(refusal) => error.with_refusal(refusal),
             None => error,

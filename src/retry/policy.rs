@@ -15,15 +15,15 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use http::Request;
 use http::header::HeaderName;
+use http::{HeaderMap, Request, StatusCode};
 
 use crate::error::Error;
 use crate::origin::Origin;
 use crate::retry::backoff::Backoff;
 use crate::retry::budget::RetryBudget;
 use crate::retry::idempotency::{self, Class, KeyForm};
-use crate::retry::table::{Evidence, OptIn, Verdict, verdict};
+use crate::retry::table::{Evidence, OptIn, Verdict, classify_response, verdict};
 use crate::stats::{Refusal, RetryReason};
 
 /// When a failed request is sent again, how often, and after what wait.
@@ -54,6 +54,8 @@ pub struct RetryPolicy {
     resend_incomplete: bool,
     trusted_rejections: Option<Arc<HashSet<Origin>>>,
     keyed_beyond_one: bool,
+    pushback: Option<HeaderName>,
+    is_proxy: bool,
     key_field: HeaderName,
     key_form: KeyForm,
     keyed_origins: Option<Arc<HashSet<Origin>>>,
@@ -229,6 +231,32 @@ impl RetryPolicy {
         self
     }
 
+    /// Sets a response field in which the server says whether a failed request should be sent again:
+    /// `Stripe-Should-Retry`, for one. `false` makes the response final, `true` makes any response but a
+    /// success worth another attempt after a wait. It overrides the status, never what is safe: an unkeyed
+    /// request is not sent again for it.
+    ///
+    /// # Default
+    /// None: no such field is standard.
+    pub fn pushback_header(mut self, field: impl Into<Option<HeaderName>>) -> Self {
+        self.pushback = field.into();
+        self
+    }
+
+    /// Sets whether the layer is part of a proxy. A proxy must not retry requests with non-idempotent
+    /// methods on its own, and knows less of them than their sender does
+    /// ([RFC 9110 section 9.2.2]): keys, [`TreatAsIdempotent`](crate::TreatAsIdempotent) and what was opted
+    /// in to count for nothing then. Proof that a request had no effect still does.
+    ///
+    /// # Default
+    /// `false`: a client.
+    ///
+    /// [RFC 9110 section 9.2.2]: https://www.rfc-editor.org/rfc/rfc9110.html#section-9.2.2
+    pub fn proxy(mut self, is_proxy: bool) -> Self {
+        self.is_proxy = is_proxy;
+        self
+    }
+
     /// Sets the field in which keys that were written by hand are looked for.
     ///
     /// # Default
@@ -278,6 +306,9 @@ impl RetryPolicy {
     /// # }
     /// ```
     pub fn class_of<B>(&self, request: &Request<B>) -> Result<Class, Error> {
+        if self.is_proxy && !request.method().is_idempotent() {
+            return Ok(Class::Unkeyed);
+        }
         let keyed = self.counts_keys(request)
             && idempotency::has_key(
                 request.headers(),
@@ -292,6 +323,23 @@ impl RetryPolicy {
         self.keyed_origins.as_ref().is_none_or(|origins| {
             Origin::of(request.uri()).is_some_and(|origin| origins.contains(&origin))
         })
+    }
+
+    /// Reads the evidence in a response.
+    pub(crate) fn evidence_of(&self, status: StatusCode, headers: &HeaderMap) -> Evidence {
+        let evidence = classify_response(status, headers);
+        let is_open = !matches!(
+            evidence,
+            Evidence::Misdirected | Evidence::TooEarly | Evidence::Replayed
+        );
+        let word = self.pushback.as_ref().and_then(|field| headers.get(field));
+        match word.map(|word| word.as_bytes().trim_ascii()) {
+            Some(word) if word.eq_ignore_ascii_case(b"false") => Evidence::PushedBack,
+            Some(word) if word.eq_ignore_ascii_case(b"true") && is_open && !status.is_success() => {
+                Evidence::AskedBack
+            }
+            _ => evidence,
+        }
     }
 
     /// Whether this origin's rejections are proof enough.
@@ -370,6 +418,9 @@ impl RetryPolicy {
     }
 
     fn has_opted_in(&self, what: OptIn, rejections_trusted: bool) -> bool {
+        if self.is_proxy && what != OptIn::ServerError {
+            return false;
+        }
         match what {
             OptIn::NotReceived => self.resend_not_received,
             OptIn::Incomplete => self.resend_incomplete,
@@ -424,6 +475,8 @@ impl Default for RetryPolicy {
             resend_incomplete: false,
             trusted_rejections: None,
             keyed_beyond_one: true,
+            pushback: None,
+            is_proxy: false,
             key_field: idempotency::KEY_FIELD,
             key_form: KeyForm::default(),
             keyed_origins: None,
@@ -446,6 +499,8 @@ impl fmt::Debug for RetryPolicy {
             .field("resend_incomplete", &self.resend_incomplete)
             .field("trusted_rejections", &self.trusted_rejections)
             .field("second_ambiguous_retry_for_keyed", &self.keyed_beyond_one)
+            .field("pushback_header", &self.pushback)
+            .field("proxy", &self.is_proxy)
             .field("key_header", &self.key_field)
             .field("key_form", &self.key_form)
             .field("keyed_origins", &self.keyed_origins)

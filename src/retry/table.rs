@@ -46,6 +46,10 @@ pub(crate) enum Evidence {
     BadGateway,
     GatewayTimeout,
     ServerError,
+    /// The server says in a field of its own that the request should be sent again.
+    AskedBack,
+    /// The same field says that it should not.
+    PushedBack,
     /// A server error that is marked as the stored answer for this key.
     Replayed,
     Conflict,
@@ -122,6 +126,9 @@ pub(crate) fn verdict(evidence: Evidence, class: Class) -> Verdict {
         Evidence::BadGateway      => [Wait,     Wait,     Wait,        No     ],
         Evidence::GatewayTimeout  => [Wait,     Wait,     Wait,        No     ],
         Evidence::ServerError     => [WaitIf(ServerError), WaitIf(ServerError), Wait, No],
+        // A server's own field overrides its status, and not what is safe.
+        Evidence::AskedBack       => [Wait,     Wait,     Wait,        No     ],
+        Evidence::PushedBack      => [No,       No,       No,          No     ],
         Evidence::Replayed        => [No,       No,       No,          No     ],
         Evidence::Conflict        => [No,       No,       No,          No     ], // three meanings
         Evidence::Answered        => [No,       No,       No,          No     ],
@@ -154,8 +161,10 @@ impl Evidence {
             Evidence::BadGateway => RetryReason::BadGateway,
             Evidence::GatewayTimeout => RetryReason::GatewayTimeout,
             Evidence::ServerError => RetryReason::ServerError,
+            Evidence::AskedBack => RetryReason::AskedBack,
             Evidence::Committed
             | Evidence::NotHttp
+            | Evidence::PushedBack
             | Evidence::Replayed
             | Evidence::Conflict
             | Evidence::Answered

@@ -739,3 +739,79 @@ proptest! {
         prop_assert!(open.is_empty() || open == [peer.attempts() - 1], "{:?} of {:?}", open, script);
     }
 }
+
+/// A server's own word overrides its status, never what is safe.
+#[tokio::test(start_paused = true)]
+async fn pushback_field_overrides_the_status_and_not_what_is_safe() {
+    let policy = policy().pushback_header(HeaderName::from_static("stripe-should-retry"));
+    // (method, status, the server's word, attempts)
+    let rows = [
+        (Method::GET, 503, "false", 1),
+        (Method::GET, 503, "true", 3),
+        (Method::GET, 409, "true", 3),
+        (Method::GET, 200, "true", 1),
+        (Method::POST, 503, "true", 1),
+        (Method::GET, 503, "perhaps", 3),
+    ];
+    for (method, status, word, attempts) in rows {
+        let script = Script::new([Act::AnswerWith(status, "stripe-should-retry", word)]);
+        let response = script.send(policy.clone(), request(method.clone())).await;
+        assert_eq!(response.expect("answered").status(), status);
+        assert_eq!(script.attempts(), attempts, "{method} {status} {word}");
+    }
+}
+
+/// RFC 9110 section 9.2.2: a proxy must not.
+#[tokio::test(start_paused = true)]
+async fn proxy_sends_a_non_idempotent_request_again_on_proof_only() {
+    let policy = policy()
+        .proxy(true)
+        .resend_not_received(true)
+        .resend_incomplete(true);
+    let marked = || {
+        let mut request = post();
+        request.extensions_mut().insert(TreatAsIdempotent);
+        request
+    };
+    for make in [&keyed as &dyn Fn() -> Request<ReplayBody>, &marked] {
+        let acts = [
+            (Act::CloseReused, 1),
+            (Act::CloseFresh, 1),
+            (Act::HandBack, 4),
+        ];
+        for (act, attempts) in acts {
+            let script = Script::new([act]);
+            let outcome = script.send(policy.clone(), make()).await;
+            outcome.expect_err("it never answers");
+            assert_eq!(script.attempts(), attempts);
+        }
+    }
+}
+
+/// Whoever gets the last outcome can see what went before it.
+#[tokio::test(start_paused = true)]
+async fn earlier_attempts_are_told_with_the_last_outcome() {
+    let script = Script::new([Act::CloseReused, Act::Answer(503), Act::CloseFresh]);
+    let error = script.send(policy(), keyed()).await;
+    let error = error.expect_err("the third attempt is the last");
+    let [first, second] = error.earlier_attempts() else {
+        panic!("two attempts before the last: {error:?}");
+    };
+    assert_eq!(first.kind, Some(ErrorKind::ConnectionClosed));
+    assert_eq!((first.status, first.reused), (None, Some(true)));
+    assert_eq!(first.reason, RetryReason::StaleConnection);
+    assert_eq!(
+        (first.delivery, first.wait),
+        (Delivery::Unknown, Duration::ZERO)
+    );
+    assert_eq!(second.status.map(|status| status.as_u16()), Some(503));
+    assert_eq!(
+        (second.kind, second.reason),
+        (None, RetryReason::Unavailable)
+    );
+
+    let script = Script::new([Act::Answer(503), Act::Answer(200)]);
+    let response = script.send(policy(), get()).await.expect("answered");
+    let earlier = response.extensions().get::<crate::EarlierAttempts>();
+    assert_eq!(earlier.map(|earlier| earlier.0.len()), Some(1));
+}

@@ -114,6 +114,7 @@ impl Outgoing {
 }
 
 /// The way back for a request of which no byte was taken.
+#[derive(Debug)]
 pub(crate) struct Recall {
     head: Head,
     wants_evidence: bool,
