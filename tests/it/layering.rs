@@ -163,3 +163,42 @@ fn system_calls_are_made_in_one_file() {
         }
     }
 }
+
+/// docs/tests.md says which test holds which rule; a test that was renamed or removed must not stay there.
+#[test]
+fn the_page_of_rules_names_tests_that_exist() {
+    fn read_all(directory: &Path, all: &mut String) {
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                read_all(&path, all);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                all.push_str(&fs::read_to_string(&path).unwrap());
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut code = String::new();
+    read_all(&root.join("src"), &mut code);
+    read_all(&root.join("tests"), &mut code);
+    let page = fs::read_to_string(root.join("docs/tests.md")).unwrap();
+    let mut named = 0;
+    for row in page.lines().filter(|line| line.starts_with("| ")) {
+        // Test names are the only words in backquotes with an underscore and no other sign.
+        let words = row.split('`').skip(1).step_by(2);
+        for name in words.filter(|word| word.contains('_') && !word.contains(['.', ':', '-', '/']))
+        {
+            if name
+                .chars()
+                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+            {
+                assert!(
+                    code.contains(&format!("fn {name}(")),
+                    "docs/tests.md names `{name}`"
+                );
+                named += 1;
+            }
+        }
+    }
+    assert!(named > 100, "the page was not read: {named} names");
+}

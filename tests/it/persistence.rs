@@ -417,3 +417,26 @@ async fn a_request_that_cannot_be_sent_says_so_before_any_io() {
     }
     assert_eq!(pool.stats().connections_opened, 0);
 }
+
+/// Head and small body in one write: 40 ms are lost where Nagle meets a delayed acknowledgement, and a head
+/// that arrives alone is a request half delivered.
+#[tokio::test]
+async fn a_small_request_leaves_in_one_write() {
+    for scheme in BOTH {
+        let peer = Peer::start(scheme, |conn| {
+            conn.answer_requests(1);
+            while conn.read_head().is_some() {
+                assert_eq!(conn.buffered(), 9, "the body came with the head");
+                conn.read_body_bytes(9);
+                conn.reply("ok");
+            }
+        });
+        let pool = pool();
+        for _ in 0..20 {
+            fetch(&pool, post(&peer.url("/"), "amount=10"))
+                .await
+                .expect("a response");
+        }
+        assert_eq!(peer.accepted(), 1);
+    }
+}

@@ -349,6 +349,11 @@ impl Conn {
         }
     }
 
+    /// How many bytes were read beyond what was asked for.
+    pub(crate) fn buffered(&self) -> usize {
+        self.buffer.len()
+    }
+
     /// Reads so many bytes of a body, and throws them away.
     pub(crate) fn read_body_bytes(&mut self, count: usize) {
         while self.buffer.len() < count {
