@@ -431,14 +431,20 @@ impl fmt::Display for Error {
             write!(f, " ({origin})")?;
         }
         if let Some(connection) = self.connection() {
-            write!(f, ": {} bytes taken", self.bytes_taken())?;
+            f.write_str(": ")?;
+            if self.phase() != Phase::ResponseBody {
+                write!(f, "{} bytes taken", self.bytes_taken())?;
+            }
             if let Some(acked) = self.bytes_acked() {
                 write!(f, ", {acked} acknowledged")?;
             }
             if let Some(end) = self.peer_end() {
                 write!(f, ", {end} seen")?;
             }
-            f.write_str(" on ")?;
+            if self.phase() != Phase::ResponseBody {
+                f.write_str(" ")?;
+            }
+            f.write_str("on ")?;
             match connection.idle_age() {
                 Some(idle) => write!(
                     f,

@@ -8,13 +8,12 @@
 //!
 //! # A first program
 //!
-//! ```no_run
+//! ```
 //! use http_body_util::BodyExt;
 //! use idempool::{IdempotencyKey, Pool, ReplayBody, RetryLayer, RetryPolicy};
 //! use tower::{ServiceBuilder, ServiceExt};
 //!
-//! #[tokio::main]
-//! async fn main() -> Result<(), idempool::BoxError> {
+//! async fn pay() -> Result<(), idempool::BoxError> {
 //!     let pool = Pool::new();
 //!     let client = ServiceBuilder::new()
 //!         .layer(RetryLayer::new(RetryPolicy::default()))
@@ -41,6 +40,7 @@
 //! |---|---|---|
 //! | [`NotSent`](Delivery::NotSent) | no byte of it reached the kernel | send it again, or something else |
 //! | [`Refused`](Delivery::Refused) | the server said that it did not act: 421 or 425 | the same |
+//! | [`NotReceived`](Delivery::NotReceived) | almost nothing is open: the kernel saw no byte arrive (Linux) | look, then send it again; or opt in to have it sent again |
 //! | [`Unknown`](Delivery::Unknown) | nothing: it may have been acted on | send it again only if it is idempotent, or with the same key; else ask the server |
 //!
 //! ```
