@@ -99,13 +99,17 @@ pub(crate) async fn of_kernel(error: Error, traffic: Traffic, socket: Option<&So
         };
         let acked = state.acked.saturating_sub(before);
         socket.peek();
-        error = error.with_peer_end(socket.end()).with_bytes_acked(acked);
+        // Our own FIN is none of the request's bytes.
+        let of_request = acked.min(traffic.taken);
+        error = error
+            .with_peer_end(socket.end())
+            .with_bytes_acked(of_request);
         if acked > 0 || socket.end() == Some(PeerEnd::Reset) {
             return error;
         }
         if state.closed {
             let is_fin = socket.end() == Some(PeerEnd::Fin);
-            return if is_fin {
+            return if is_fin && !socket.gave_up() {
                 error.with_delivery(Delivery::NotReceived)
             } else {
                 error

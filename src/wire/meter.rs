@@ -26,7 +26,7 @@ use tokio::sync::Notify;
 
 use crate::delivery::PeerEnd;
 use crate::stats::{CloseReason, Counters};
-use crate::wire::socket::{Peek, peek, shut_write, tcp_state};
+use crate::wire::socket::{Peek, peek, shut_write, take_error, tcp_state};
 
 /// The socket itself, and the first sign of its end. The connection's task owns it; the pool looks at it
 /// through a `Weak`, so that nothing but the task keeps the descriptor open. Only an exchange that may
@@ -59,6 +59,16 @@ impl Socket {
     /// call that can meet either notes it here.
     pub(crate) fn end(&self) -> Option<PeerEnd> {
         self.end.get().copied()
+    }
+
+    /// Whether it was our own kernel that ended the connection, because nothing came any more, and not
+    /// a reset of the peer's. That leaves no other trace behind a FIN.
+    pub(crate) fn gave_up(&self) -> bool {
+        match take_error(self.stream()) {
+            Ok(None) => false,
+            Ok(Some(error)) => !is_end(error.kind()),
+            Err(_) => true,
+        }
     }
 
     pub(crate) fn note_end(&self, end: PeerEnd) {
@@ -105,6 +115,8 @@ struct Gate {
     wants_evidence: bool,
     /// What the kernel had acknowledged before the exchange's first byte, with nothing outstanding.
     acked_before: Option<u64>,
+    /// What had been received then.
+    received_before: u64,
 }
 
 #[derive(Debug, Default)]
@@ -163,15 +175,25 @@ impl Meter {
         gate.look = true;
         gate.wants_evidence = wants_evidence;
         gate.acked_before = None;
+        gate.received_before = self.received.load(Relaxed);
         Mark {
             taken: gate.taken,
-            received: self.received.load(Relaxed),
+            received: gate.received_before,
         }
     }
 
     /// Whether the kernel has taken a byte since the mark.
     pub(crate) fn has_taken_since(&self, mark: Mark) -> bool {
         self.gate().taken > mark.taken
+    }
+
+    /// Whether a request is out whose delivery the kernel may have to tell, and no byte of a response is
+    /// in. Then nothing else may be written: a peer that is gone would answer it with a reset, which
+    /// must come from the request alone to say something of it.
+    #[cfg(feature = "tls")]
+    pub(crate) fn needs_silence(&self) -> bool {
+        let gate = self.gate();
+        gate.acked_before.is_some() && self.received.load(Relaxed) == gate.received_before
     }
 
     /// Ends all writing and says what there was since the mark.

@@ -42,6 +42,11 @@ pub(crate) fn shut_write(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).shutdown(Shutdown::Write)
 }
 
+/// Takes the error that the kernel keeps for whoever asks first, if nobody has.
+pub(crate) fn take_error(stream: &TcpStream) -> io::Result<Option<io::Error>> {
+    SockRef::from(stream).take_error()
+}
+
 /// The options a new connection gets.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SocketOptions {

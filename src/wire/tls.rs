@@ -111,8 +111,13 @@ impl AsyncWrite for Stream {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        #[cfg(feature = "tls")]
+        let silent = self.meter.needs_silence();
         match &mut self.inner {
             Inner::Plain(stream) => Pin::new(stream).poll_shutdown(cx),
+            // Without a close_notify: a byte more than the request, and whoever resets it proves nothing.
+            #[cfg(feature = "tls")]
+            Inner::Tls(stream) if silent => Pin::new(stream.get_mut().0).poll_shutdown(cx),
             #[cfg(feature = "tls")]
             Inner::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
         }
@@ -233,6 +238,9 @@ impl Drop for Stream {
             return;
         };
         let (socket, session) = stream.get_mut();
+        if self.meter.needs_silence() && socket.socket().end().is_some() {
+            return;
+        }
         // Says nothing if it was said before. What the kernel does not take at once stays unsaid.
         session.send_close_notify();
         while session.wants_write() {

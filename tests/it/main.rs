@@ -14,6 +14,8 @@ mod idle;
 mod incomplete;
 mod layering;
 mod logging;
+#[cfg(target_os = "linux")]
+mod network;
 mod persistence;
 mod retry;
 mod stale;

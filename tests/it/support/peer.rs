@@ -81,6 +81,16 @@ impl Peer {
         script: impl Fn(&mut Conn) + Send + Sync + 'static,
     ) -> Peer {
         let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+        Peer::start_on(listener, scheme, config, script)
+    }
+
+    /// As [`start_with`](Peer::start_with), on a listener that the test has made.
+    pub(crate) fn start_on(
+        listener: TcpListener,
+        scheme: Scheme,
+        config: Arc<ServerConfig>,
+        script: impl Fn(&mut Conn) + Send + Sync + 'static,
+    ) -> Peer {
         let address = listener.local_addr().expect("address");
         let shared = Arc::new(Shared::default());
         let state = Arc::clone(&shared);
@@ -128,7 +138,11 @@ impl Peer {
     }
 
     pub(crate) fn url(&self, path: &str) -> String {
-        format!("{}://localhost:{}{path}", self.scheme, self.address.port())
+        if self.address.ip().is_loopback() {
+            format!("{}://localhost:{}{path}", self.scheme, self.address.port())
+        } else {
+            format!("{}://{}{path}", self.scheme, self.address)
+        }
     }
 
     pub(crate) fn address(&self) -> SocketAddr {
@@ -485,6 +499,12 @@ impl Conn {
                 "the client closed"
             );
         }
+    }
+
+    /// Waits until the kernel holds a byte that was not read, beyond whatever was.
+    pub(crate) fn await_unread_byte(&mut self) {
+        let peeked = self.tcp().peek(&mut [0]).expect("a byte");
+        assert_eq!(peeked, 1, "the client closed");
     }
 
     /// As [`await_first_byte`](Conn::await_first_byte), for scripts that do not mind a client that closes.

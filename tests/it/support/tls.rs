@@ -30,7 +30,8 @@ fn authority() -> &'static Authority {
         let issuer = CertifiedIssuer::self_signed(params, key).expect("a root");
         Authority {
             root: issuer.der().clone(),
-            local: issue(&issuer, &["localhost", "127.0.0.1"]),
+            // The last one is the server's in the network with distance.
+            local: issue(&issuer, &["localhost", "127.0.0.1", "192.0.2.2"]),
             other: issue(&issuer, &["elsewhere.example"]),
         }
     })
