@@ -213,6 +213,10 @@ pub(crate) struct OutBody {
     declared: Option<u64>,
     /// Bytes given out on this trip.
     gone: u64,
+    /// The hint from before the first frame. It holds for every trip, since each begins at the beginning.
+    whole: SizeHint,
+    /// Whether a frame was asked for on this trip.
+    begun: bool,
     /// The server is being asked whether it wants the body.
     held: Option<Hold>,
 }
@@ -244,6 +248,8 @@ impl OutBody {
             upload: Upload(None),
             declared: None,
             gone: 0,
+            whole: SizeHint::with_exact(0),
+            begun: false,
             held: None,
         }
     }
@@ -279,12 +285,14 @@ impl OutBody {
             return OutBody::empty();
         }
         OutBody {
+            whole: body.size_hint(),
             inner: Some(Box::pin(AsBytes { body })),
             again: VecDeque::new(),
             departure: None,
             upload: Upload(Some(Arc::default())),
             declared: None,
             gone: 0,
+            begun: false,
             held: None,
         }
     }
@@ -293,6 +301,7 @@ impl OutBody {
         self.inner.as_ref()?;
         self.upload.restart();
         self.gone = 0;
+        self.begun = false;
         let (back, returned) = oneshot::channel();
         self.departure = Some(Departure {
             meter: Arc::clone(meter),
@@ -339,6 +348,7 @@ impl Body for OutBody {
             }
             self.held = None;
         }
+        self.begun = true;
         let frame = match self.again.pop_front() {
             Some(frame) => Some(Ok(frame)),
             None => match &mut self.inner {
@@ -372,22 +382,15 @@ impl Body for OutBody {
         self.again.is_empty() && self.inner.as_ref().is_none_or(inner_ended)
     }
 
+    /// Exact before the first frame, which is when hyper asks; an honest lower bound later.
     fn size_hint(&self) -> SizeHint {
-        let rest = match &self.inner {
-            Some(inner) => inner.size_hint(),
-            None => SizeHint::with_exact(0),
-        };
-        let again: usize = self
-            .again
-            .iter()
-            .filter_map(Frame::data_ref)
-            .map(Bytes::len)
-            .sum();
-        let again = again as u64;
+        if !self.begun {
+            return self.whole;
+        }
         let mut hint = SizeHint::new();
-        hint.set_lower(rest.lower().saturating_add(again));
-        if let Some(upper) = rest.upper().and_then(|upper| upper.checked_add(again)) {
-            hint.set_upper(upper);
+        hint.set_lower(self.whole.lower().saturating_sub(self.gone));
+        if let Some(upper) = self.whole.upper() {
+            hint.set_upper(upper.saturating_sub(self.gone));
         }
         hint
     }
@@ -419,6 +422,8 @@ impl Drop for OutBody {
             upload,
             declared: self.declared,
             gone: 0,
+            whole: self.whole,
+            begun: false,
             held: None,
         });
     }

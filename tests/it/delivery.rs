@@ -140,7 +140,8 @@ async fn what_is_safe_to_send_again_does_not_ask_the_kernel() {
         request.extensions_mut().insert(TreatAsIdempotent);
         request
     };
-    let requests: [&dyn Fn(&Peer) -> http::Request<ReplayBody>; 3] = [&get, &keyed, &marked];
+    type Make<'a> = &'a dyn Fn(&Peer) -> http::Request<ReplayBody>;
+    let requests: [Make<'_>; 3] = [&get, &keyed, &marked];
     for request in requests {
         let (peer, deaf) = crossing(Scheme::Http, closes);
         let pool = pool();

@@ -10,6 +10,7 @@ mod cancel;
 mod delivery;
 mod desync;
 mod ecosystem;
+mod fault_matrix;
 mod idle;
 mod incomplete;
 mod layering;
