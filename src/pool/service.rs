@@ -258,7 +258,10 @@ async fn send_to(
             .filter(|_| may_expect && is_reused);
         match conn.exchange(outgoing, expect).await {
             Ok((response, recall)) => {
-                if expect.is_some() && response.status() == StatusCode::EXPECTATION_FAILED {
+                let refuses_to_be_asked = expect.is_some()
+                    && response.status() == StatusCode::EXPECTATION_FAILED
+                    && !recall.upload().has_begun();
+                if refuses_to_be_asked {
                     // The server reads no body that it was not sent. RFC 9110 section 10.1.1: without the
                     // expectation, then.
                     drop(response);

@@ -161,12 +161,19 @@ pub(crate) struct Upload(Option<Arc<Progress>>);
 
 #[derive(Debug, Default)]
 struct Progress {
+    begun: AtomicBool,
     finished: AtomicBool,
     released: AtomicBool,
     failed: AtomicBool,
 }
 
 impl Upload {
+    /// Whether hyper was given any of the body.
+    pub(crate) fn has_begun(&self) -> bool {
+        let begun = |progress: &Arc<Progress>| progress.begun.load(Ordering::Acquire);
+        self.0.as_ref().is_some_and(begun)
+    }
+
     /// Whether hyper was given all of the body.
     pub(crate) fn is_finished(&self) -> bool {
         let finished = |progress: &Arc<Progress>| progress.finished.load(Ordering::Acquire);
@@ -193,6 +200,7 @@ impl Upload {
 
     fn restart(&self) {
         if let Some(progress) = &self.0 {
+            progress.begun.store(false, Ordering::Release);
             progress.finished.store(false, Ordering::Release);
             progress.released.store(false, Ordering::Release);
         }
@@ -358,6 +366,7 @@ impl Body for OutBody {
         };
         match &frame {
             Some(Ok(frame)) => {
+                self.upload.note(|progress| &progress.begun);
                 self.gone += frame.data_ref().map_or(0, Bytes::len) as u64;
                 self.remember(frame);
             }

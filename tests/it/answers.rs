@@ -239,6 +239,24 @@ async fn a_refused_expectation_is_dropped_and_the_request_sent_once() {
     }
 }
 
+/// A 417 after the body was asked for and sent is an answer like any other.
+#[tokio::test]
+async fn a_417_behind_the_body_is_the_answer() {
+    let peer = Peer::start(Scheme::Http, |conn| {
+        conn.answer_requests(1);
+        let asked = |conn: &mut Conn, _: &str| conn.send("HTTP/1.1 100 Continue\r\n\r\n");
+        while let Some(request) = conn.read_request_after(asked) {
+            conn.apply(&request);
+            conn.send("HTTP/1.1 417 Expectation Failed\r\nContent-Length: 0\r\n\r\n");
+        }
+    });
+    let pool = asking(&peer, LONG).await;
+    let (body, _) = watched("amount=10");
+    let response = pool.send(pay(&peer, body)).await.expect("a response");
+    assert_eq!(response.status(), 417);
+    assert_eq!((peer.accepted(), peer.effects("/pay")), (1, 1));
+}
+
 /// snoyberg/http-client#114: a stale connection breaks before an unrepeatable body is spent.
 #[tokio::test]
 async fn a_stale_connection_breaks_before_the_body_and_the_body_can_go_again() {
