@@ -31,8 +31,13 @@ pub(crate) struct Client {
 impl Client {
     /// Puts the retry layer around a pool. What any tower stack has goes between or above the two.
     pub(crate) fn new(base_url: &str, pool: Pool) -> Self {
+        Self::with_policy(base_url, pool, RetryPolicy::default())
+    }
+
+    /// The same with a policy of the caller's own, but for the deadline: that is everybody's.
+    pub(crate) fn with_policy(base_url: &str, pool: Pool, policy: RetryPolicy) -> Self {
         let service = ServiceBuilder::new()
-            .layer(RetryLayer::new(RetryPolicy::default().deadline(PATIENCE)))
+            .layer(RetryLayer::new(policy.deadline(PATIENCE)))
             .service(pool.clone());
         Self {
             pool,
@@ -106,7 +111,8 @@ impl Order {
         }
     }
 
-    /// An order without a key: it is sent again only on proof that it had no effect.
+    /// An order without a key: it is sent again only on proof that it had no effect, unless the policy
+    /// takes less.
     pub(crate) fn unkeyed(amount: u64) -> Self {
         Self { amount, key: None }
     }
@@ -152,7 +158,9 @@ impl Answer {
 pub(crate) fn what_now(error: &Error) -> &'static str {
     match error.delivery() {
         Delivery::NotSent | Delivery::Refused => "not paid: order again at any time",
-        // `Unknown`, and whatever a later version knows to tell apart from the two above.
+        // Evidence, no proof: enough to expect it, not enough to pay by it.
+        Delivery::NotReceived => "almost certainly not paid: look, then order again",
+        // `Unknown`, and whatever a later version knows to tell apart from those above.
         _ => "may have been paid: look before ordering",
     }
 }

@@ -1,20 +1,23 @@
-//! Scene 3: which retry is safe. A payment whose answer never comes, without a key and with one.
+//! Scene 3: which retry is safe. A payment whose answer never comes, without a key and with one, and a
+//! payment that the server's close crosses on the way.
 //!
 //! The retry layer cannot ask the server what became of it. Without a key it must not guess, so the
 //! caller is told; with one it may send the same request again, and the server pays once.
 
-use http::StatusCode;
-use idempool::{Delivery, Error};
-use serde_json::Value;
+mod crossed;
+mod paid;
+
+use idempool::RetryPolicy;
 
 use crate::BoxError;
-use crate::client::{Answer, Client, Order, what_now};
-use crate::report::{Column, Report, Row, or_dash};
+use crate::client::{Client, Order};
+use crate::report::Report;
 
 use super::Target;
 use super::witness::Witness;
+use paid::{Case, Paid};
 
-/// Plays three payments on a server that loses their answers.
+/// Plays three payments on a server that loses their answers, and two that its close crosses.
 pub(crate) async fn play(target: &Target, report: &mut Report<'_>) -> Result<(), BoxError> {
     report.title("3. Which retry is safe")?;
     let witness = Witness::new(target)?;
@@ -23,10 +26,34 @@ pub(crate) async fn play(target: &Target, report: &mut Report<'_>) -> Result<(),
             "Skipped: GET /payments does not answer {\"payments\":N,\"requests\":M,\"connections\":C}.",
         )?);
     };
-    let client = Client::new(&target.base_url, target.pool()?.build());
+    let pool = target.pool()?.build();
+    let client = Client::new(&target.base_url, pool.clone());
     let mut rows = Vec::new();
-    for case in [Case::ClosedBefore, Case::AnswerLost, Case::AnswerLostKeyed] {
-        rows.push(pay(&client, &witness, case).await?);
+    for (case, path, order) in [
+        (
+            Case::ClosedBefore,
+            "/payments?lose=early",
+            Order::unkeyed(AMOUNT),
+        ),
+        (Case::AnswerLost, "/payments?lose=1", Order::unkeyed(AMOUNT)),
+        (
+            Case::AnswerLostKeyed,
+            "/payments?lose=1",
+            Order::keyed(AMOUNT),
+        ),
+    ] {
+        rows.push(pay(&client, &witness, case, path, order).await?);
+    }
+    let crossing_server = crossed::server(target);
+    if let Ok(server) = crossing_server {
+        let policy = RetryPolicy::default().resend_not_received(true);
+        let opted_in = Client::with_policy(&target.base_url, pool, policy);
+        for (case, client) in [
+            (Case::CloseCrosses, &client),
+            (Case::CloseCrossesOptedIn, &opted_in),
+        ] {
+            rows.push(crossed::pay(client, server, &witness, case).await?);
+        }
     }
     let stats = client.stats();
     let after = witness.read().await?.unwrap_or_default().since(before);
@@ -36,23 +63,34 @@ pub(crate) async fn play(target: &Target, report: &mut Report<'_>) -> Result<(),
          without an answer. From here the two look the same, so neither is sent again.\n\
          answer_lost_keyed: the same loss, but the order carries an idempotency key.",
     )?;
+    match crossing_server {
+        Ok(_) => report.say(crossed::EXPLAINED)?,
+        Err(reason) => report.say(&format!("Left out: the close that crosses; {reason}."))?,
+    }
     report.rows(&rows)?;
     for row in &rows {
         row.check(report);
     }
-    report.agree("retry: requests", stats.requests, after.requests);
+    // The server cannot count what never came.
+    let crossed = rows.iter().filter(|row| row.case.is_crossed()).count() as u64;
+    report.agree(
+        "retry: requests",
+        stats.requests.saturating_sub(crossed),
+        after.requests,
+    );
     report.agree(
         "retry: connections",
         stats.connections_opened,
         after.connections,
     );
-    if rows.iter().any(|row| row.made() > 1) {
+    let keyed_twice = |row: &Paid| row.case == Case::AnswerLostKeyed && row.made() > 1;
+    if rows.iter().any(keyed_twice) {
         report.say(
             "This server does not honour idempotency keys: one order was paid more than once.",
         )?;
     } else if rows.iter().any(|row| row.again.is_some()) {
         report.say(
-            "The last one was then ordered again with the key that was written down, as a program does\n\
+            "The keyed one was then ordered again with the key that was written down, as a program does\n\
              after a restart: the same answer came back, and nothing was paid.",
         )?;
     }
@@ -62,13 +100,14 @@ pub(crate) async fn play(target: &Target, report: &mut Report<'_>) -> Result<(),
     Ok(())
 }
 
-async fn pay(client: &Client, witness: &Witness<'_>, case: Case) -> Result<Paid, BoxError> {
+async fn pay(
+    client: &Client,
+    witness: &Witness<'_>,
+    case: Case,
+    path: &str,
+    order: Order,
+) -> Result<Paid, BoxError> {
     let before = payments(witness).await?;
-    let (path, order) = match case {
-        Case::ClosedBefore => ("/payments?lose=early", Order::unkeyed(AMOUNT)),
-        Case::AnswerLost => ("/payments?lose=1", Order::unkeyed(AMOUNT)),
-        Case::AnswerLostKeyed => ("/payments?lose=1", Order::keyed(AMOUNT)),
-    };
     // A program writes it into its database here: before anything is sent.
     let written_down = order.key().map(str::to_owned);
     let outcome = client.send(client.payment(path, &order)?).await;
@@ -95,136 +134,6 @@ async fn pay(client: &Client, witness: &Witness<'_>, case: Case) -> Result<Paid,
 async fn payments(witness: &Witness<'_>) -> Result<u64, BoxError> {
     let counts = witness.read().await?.ok_or("the server stopped counting")?;
     Ok(counts.payments)
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Case {
-    ClosedBefore,
-    AnswerLost,
-    AnswerLostKeyed,
-}
-
-impl Case {
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::ClosedBefore => "closed_before",
-            Self::AnswerLost => "answer_lost",
-            Self::AnswerLostKeyed => "answer_lost_keyed",
-        }
-    }
-}
-
-/// What became of one order to pay.
-#[derive(Debug)]
-struct Paid {
-    case: Case,
-    before: u64,
-    after: u64,
-    outcome: Result<Answer, Error>,
-    /// The answer to the same order with the same key, sent once more by hand.
-    again: Option<Answer>,
-    /// Payments after that.
-    in_the_end: u64,
-}
-
-impl Paid {
-    /// Payments made for this one order.
-    fn made(&self) -> u64 {
-        self.in_the_end.saturating_sub(self.before)
-    }
-
-    fn check(&self, report: &mut Report<'_>) {
-        let name = self.case.as_str();
-        let due = u64::from(self.case != Case::ClosedBefore);
-        let made = self.made();
-        report.expect(made >= due, || format!("{name}: the payment was lost"));
-        report.expect(made <= due, || {
-            let keyless = match self.case {
-                Case::AnswerLostKeyed => "; this server does not honour idempotency keys",
-                _ => "",
-            };
-            format!("{name}: {made} payments for one order, expected {due}{keyless}")
-        });
-        let is_told = match (&self.outcome, self.case) {
-            (Ok(answer), Case::AnswerLostKeyed) => {
-                let stored =
-                    |answer: &Answer| answer.status == StatusCode::CREATED && answer.is_replayed;
-                let again = self.again.as_ref();
-                stored(answer)
-                    && again.is_some_and(|again| stored(again) && again.body == answer.body)
-            }
-            (Err(error), Case::ClosedBefore | Case::AnswerLost) => {
-                error.delivery() == Delivery::Unknown && self.attempts() == 1
-            }
-            _ => false,
-        };
-        report.expect(is_told, || match &self.outcome {
-            Ok(answer) => format!("{name}: answered {}", answer.status),
-            Err(error) => format!("{name}: {error}"),
-        });
-    }
-
-    fn attempts(&self) -> u32 {
-        match &self.outcome {
-            Ok(answer) => answer.attempts,
-            Err(error) => 1 + error.resends(),
-        }
-    }
-
-    fn delivery(&self) -> Option<Delivery> {
-        self.outcome.as_ref().err().map(Error::delivery)
-    }
-
-    fn told(&self) -> String {
-        match &self.outcome {
-            Ok(answer) if answer.is_replayed => {
-                format!(
-                    "{}: paid; this is the stored answer",
-                    answer.status.as_u16()
-                )
-            }
-            Ok(answer) => answer.status.to_string(),
-            Err(error) => what_now(error).to_owned(),
-        }
-    }
-}
-
-impl Row for Paid {
-    const COLUMNS: &'static [Column] = &[
-        Column::Left("case"),
-        Column::Right("payments"),
-        Column::Right("attempts"),
-        Column::Left("delivery"),
-        Column::Left("the caller is told"),
-    ];
-
-    fn cells(&self) -> Vec<String> {
-        vec![
-            self.case.as_str().to_owned(),
-            format!("{} -> {}", self.before, self.after),
-            self.attempts().to_string(),
-            or_dash(self.delivery()),
-            self.told(),
-        ]
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Value)> {
-        let answer = self.outcome.as_ref().ok();
-        vec![
-            ("scene", "retry".into()),
-            ("case", self.case.as_str().into()),
-            ("payments_before", self.before.into()),
-            ("payments_after", self.after.into()),
-            ("attempts", self.attempts().into()),
-            (
-                "outcome",
-                if answer.is_some() { "ok" } else { "error" }.into(),
-            ),
-            ("delivery", self.delivery().map(Delivery::as_str).into()),
-            ("status", answer.map(|answer| answer.status.as_u16()).into()),
-            ("replayed", answer.map(|answer| answer.is_replayed).into()),
-        ]
-    }
 }
 
 /// In minor units: ten cents.

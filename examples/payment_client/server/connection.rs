@@ -19,10 +19,11 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustls::ServerConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::watch;
+use tokio::sync::{broadcast, watch};
 use tokio::time::timeout;
 use tower::ServiceExt;
 
+use super::crossing::Announced;
 use super::routes::{Loss, Shared};
 use super::stream::Stream;
 
@@ -33,6 +34,8 @@ pub(crate) struct Service {
     pub(crate) shared: Arc<Shared>,
     pub(crate) tls: Option<Arc<ServerConfig>>,
     pub(crate) idle_timeout: Option<Duration>,
+    /// Where a [`Crossing`](super::Crossing) is announced.
+    pub(crate) crossings: broadcast::Sender<Announced>,
 }
 
 /// Serves one connection to its end, or until the other side of `stop` is gone.
@@ -42,7 +45,9 @@ pub(crate) async fn serve(service: Service, socket: TcpStream, mut stop: watch::
         shared,
         tls,
         idle_timeout,
+        crossings,
     } = service;
+    let mut crossings = crossings.subscribe();
     let accepted = tokio::select! {
         accepted = Stream::accept(socket, tls) => accepted,
         _ = stop.changed() => return,
@@ -78,16 +83,27 @@ pub(crate) async fn serve(service: Service, socket: TcpStream, mut stop: watch::
         .header_read_timeout(idle_timeout)
         .serve_connection(TokioIo::new(stream), respond);
     let ended = tokio::select! {
-        ended = &mut connection => Some(ended),
-        _ = stop.changed() => None,
+        // An error ends the connection like anything else: below.
+        _ = &mut connection => End::Over,
+        _ = stop.changed() => End::Stopped,
+        Ok(announced) = crossings.recv() => End::Crossing(announced),
     };
-    if ended.is_none() {
+    if let End::Stopped = ended {
         Pin::new(&mut connection).graceful_shutdown();
-        // An error here ends the connection like one above: below.
         let _ = (&mut connection).await;
     }
     let stream = connection.into_parts().io.into_inner();
-    close(stream, loss.get().copied()).await;
+    match ended {
+        End::Crossing(announced) => announced.obey(stream).await,
+        End::Over | End::Stopped => close(stream, loss.get().copied()).await,
+    }
+}
+
+/// Why a connection is served no longer.
+enum End {
+    Over,
+    Stopped,
+    Crossing(Announced),
 }
 
 /// Ends a connection as asked. Errors are of no interest: it is over either way.

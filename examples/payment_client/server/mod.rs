@@ -14,10 +14,13 @@
 //! | `POST /payments?lose=rst` | pays, then resets the connection |
 //! | `POST /payments?lose=early` | closes before the body is read; pays nothing |
 //!
+//! On Linux, [`PaymentServer::cross`] has a close cross a request.
+//!
 //! A lost answer is lost once: the same key finds it stored and gets it replayed.
 
 mod claim;
 mod connection;
+mod crossing;
 mod key;
 mod payment;
 mod problem;
@@ -28,6 +31,7 @@ mod stream;
 mod tests;
 mod wire;
 
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -36,11 +40,12 @@ use std::time::Duration;
 
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{broadcast, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use connection::{Service, serve};
+pub(crate) use crossing::Crossing;
 use routes::{Shared, Tally, router};
 use store::{Store, StoreError};
 pub(crate) use stream::Certificates;
@@ -87,6 +92,7 @@ pub(crate) struct PaymentServer {
     address: SocketAddr,
     base_url: String,
     shared: Arc<Shared>,
+    crossings: broadcast::Sender<crossing::Announced>,
     stop: watch::Sender<()>,
     accepting: JoinHandle<()>,
 }
@@ -134,11 +140,13 @@ impl PaymentServer {
             running: claim::Running::default(),
             tally: Tally::default(),
         });
+        let (crossings, _) = broadcast::channel(1);
         let service = Service {
             router: router(shared.clone()),
             shared: shared.clone(),
             tls,
             idle_timeout,
+            crossings: crossings.clone(),
         };
         let (stop, stopped) = watch::channel(());
         let accepting = tokio::spawn(accept(listener, service, stopped));
@@ -146,6 +154,7 @@ impl PaymentServer {
             address,
             base_url,
             shared,
+            crossings,
             stop,
             accepting,
         })
@@ -173,6 +182,16 @@ impl PaymentServer {
             payments,
             stored_answers,
         })
+    }
+
+    /// Stops hearing what comes on its open connections, and closes them when the result is dropped.
+    ///
+    /// They should be idle; a running request would end without an answer.
+    ///
+    /// # Errors
+    /// When it is not on Linux.
+    pub(crate) async fn cross(&self) -> io::Result<Crossing> {
+        Crossing::begin(&self.crossings).await
     }
 
     /// Replaces expired keys by tombstones and says how many.

@@ -123,6 +123,30 @@ async fn idle_connection_is_closed_in_order() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn crossed_request_is_neither_read_nor_counted() {
+    for tls in without_and_with_tls() {
+        let config = tls.as_ref().map(Certificates::server_config);
+        let (server, _directory) = start(|options| options.tls = config).await;
+        let mut wire = connect(&server, tls.as_ref()).await;
+        assert_eq!(wire.exchange(&get("/hello")).await.reply().status, 200);
+
+        let crossing = server.cross().await.expect("a filter");
+        wire.send(keyed("/payments").as_bytes()).await;
+        // Longer than it takes to send it again: that is lost too.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        crossing.close().await;
+        assert_eq!(wire.read().await, Got::Fin, "tls: {}", tls.is_some());
+
+        // A connection that came later is none of its business.
+        let mut wire = connect(&server, tls.as_ref()).await;
+        assert_eq!(wire.exchange(&keyed("/payments")).await.reply().status, 201);
+        let counts = server.counts().await.expect("counts");
+        assert_eq!((counts.requests, counts.payments), (2, 1));
+    }
+}
+
 #[tokio::test]
 async fn dropped_server_closes_idle_connections_in_order() {
     for tls in without_and_with_tls() {
