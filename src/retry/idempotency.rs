@@ -10,7 +10,8 @@
 
 use std::error::Error as StdError;
 use std::fmt;
-use std::sync::Arc;
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, OnceLock};
 
 use http::header::HeaderName;
 use http::{Extensions, HeaderMap, HeaderValue, Method, Request};
@@ -96,7 +97,8 @@ impl fmt::Display for Class {
 ///
 /// One key is one operation with one payload: a changed payload needs a new key, and a request that is
 /// repeated, also after a restart of the program, needs the old one. So make the key and write it down
-/// *before* the request is sent. The library never makes up a key and never replaces one: only the
+/// *before* the request is sent. The retry layer refuses a key (or a clone of it) that it has seen on another
+/// method, path or payload, where the payload is bytes. The library never makes up a key and never replaces one: only the
 /// caller knows which requests are the same operation.
 ///
 /// ```
@@ -118,10 +120,27 @@ impl fmt::Display for Class {
 /// `IdempotencyKey(..)`, there is no `Display`, and the header value is marked sensitive.
 ///
 /// [draft-ietf-httpapi-idempotency-key-header]: https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/
-#[derive(Clone, Eq, Hash, PartialEq)]
+#[derive(Clone)]
 pub struct IdempotencyKey {
     text: Arc<str>,
     quoted: bool,
+    /// What the retry layer saw it on first, shared by all clones.
+    payload: Arc<OnceLock<u64>>,
+}
+
+/// Two keys are equal if they are the same on the wire.
+impl PartialEq for IdempotencyKey {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.text, self.quoted) == (&other.text, other.quoted)
+    }
+}
+
+impl Eq for IdempotencyKey {}
+
+impl Hash for IdempotencyKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (&self.text, self.quoted).hash(state);
+    }
 }
 
 impl IdempotencyKey {
@@ -131,9 +150,14 @@ impl IdempotencyKey {
     /// `IdempotencyKey::raw(IdempotencyKey::random().as_str())`.
     pub fn random() -> Self {
         let text = uuid::Uuid::new_v4().hyphenated().to_string();
+        IdempotencyKey::of(&text, true)
+    }
+
+    fn of(text: &str, quoted: bool) -> Self {
         IdempotencyKey {
             text: text.into(),
-            quoted: true,
+            quoted,
+            payload: Arc::default(),
         }
     }
 
@@ -154,10 +178,7 @@ impl IdempotencyKey {
     /// [RFC 9651 section 3.3.3]: https://www.rfc-editor.org/rfc/rfc9651.html#section-3.3.3
     pub fn new(text: &str) -> Result<Self, InvalidKey> {
         check(text, |b| (0x20..=0x7e).contains(&b))?;
-        Ok(IdempotencyKey {
-            text: text.into(),
-            quoted: true,
-        })
+        Ok(IdempotencyKey::of(text, true))
     }
 
     /// Takes a key of the caller's, to be sent as it is, without quotes.
@@ -169,10 +190,7 @@ impl IdempotencyKey {
     /// Fails if `text` is empty or has other characters than visible ASCII.
     pub fn raw(text: &str) -> Result<Self, InvalidKey> {
         check(text, |b| (0x21..=0x7e).contains(&b))?;
-        Ok(IdempotencyKey {
-            text: text.into(),
-            quoted: false,
-        })
+        Ok(IdempotencyKey::of(text, false))
     }
 
     /// Reads a key from a field value in the structured form. Parameters are ignored.
@@ -213,6 +231,20 @@ impl IdempotencyKey {
             .unwrap_or_else(|_| HeaderValue::from_static(""));
         value.set_sensitive(true);
         value
+    }
+
+    /// Notes what the key goes out on, or finds that it went out on something else before: a changed
+    /// payload needs a new key. A fingerprint against mistakes, not against attackers.
+    pub(crate) fn bind(&self, method: &Method, path: &str, payload: &[u8]) -> Result<(), Error> {
+        let mut hasher = std::hash::DefaultHasher::new();
+        (method, path, payload).hash(&mut hasher);
+        let fingerprint = hasher.finish();
+        if *self.payload.get_or_init(|| fingerprint) == fingerprint {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            "the idempotency key was used for a request with another payload",
+        ))
     }
 
     /// Puts the key on a request, in the field `Idempotency-Key`.

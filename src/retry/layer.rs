@@ -26,7 +26,7 @@ use crate::clock::{self, Instant};
 use crate::delivery::{Delivery, FreshConnection, Repeatable, ResendCount};
 use crate::error::{Attempt, BoxError, EarlierAttempts, Error, ErrorKind, Phase};
 use crate::origin::Origin;
-use crate::retry::idempotency::Class;
+use crate::retry::idempotency::{Class, IdempotencyKey};
 use crate::retry::policy::{Decision, History, RetryPolicy, Situation};
 use crate::retry::replay::{Replay, ReplayBody};
 use crate::retry::retry_after::retry_after;
@@ -164,6 +164,12 @@ where
 {
     let class = policy.class_of(&request).map_err(Error::with_passed)?;
     let (parts, body) = request.into_parts();
+    if let Some(key) = parts.extensions.get::<IdempotencyKey>()
+        && let Some(payload) = body.whole()
+    {
+        key.bind(&parts.method, parts.uri.path(), payload)
+            .map_err(Error::with_passed)?;
+    }
     let (mut body, replay) = body.split();
     let mut course = Course::begin(&policy, class, &parts, replay);
     let mut ready = true;

@@ -139,6 +139,15 @@ impl ReplayBody {
     }
 
     /// Gives the body of this attempt, and the means to make the next one's.
+    /// The whole body, where it is there in memory.
+    pub(crate) fn whole(&self) -> Option<&[u8]> {
+        match &self.source {
+            Source::Empty => Some(b""),
+            Source::Whole(bytes) => Some(bytes),
+            Source::Factory(_) | Source::Slot(_) | Source::Spent => None,
+        }
+    }
+
     pub(crate) fn split(self) -> (ReplayBody, Replay) {
         let replay = Replay {
             source: self.source.clone(),

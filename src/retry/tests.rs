@@ -815,3 +815,32 @@ async fn earlier_attempts_are_told_with_the_last_outcome() {
     let earlier = response.extensions().get::<crate::EarlierAttempts>();
     assert_eq!(earlier.map(|earlier| earlier.0.len()), Some(1));
 }
+
+/// The draft, section 2.2: a key names one payload.
+#[tokio::test(start_paused = true)]
+async fn key_that_went_out_on_another_payload_is_refused() {
+    let key = IdempotencyKey::random();
+    let order = |path: &str, body: &'static str| {
+        let request = Request::post(format!("http://pay.example{path}"));
+        let request = request.body(ReplayBody::from(body)).expect("a request");
+        key.attach(request).expect("no key yet")
+    };
+    let script = Script::new([Act::Answer(201)]);
+    script
+        .send(policy(), order("/pay", "amount=10"))
+        .await
+        .expect("the first");
+    script
+        .send(policy(), order("/pay", "amount=10"))
+        .await
+        .expect("a repetition");
+    for (path, body) in [("/pay", "amount=11"), ("/payouts", "amount=10")] {
+        let error = script
+            .send(policy(), order(path, body))
+            .await
+            .expect_err("another payload");
+        assert_eq!(error.kind(), ErrorKind::InvalidRequest);
+        assert_eq!(error.delivery(), Delivery::NotSent);
+    }
+    assert_eq!(script.attempts(), 2);
+}
