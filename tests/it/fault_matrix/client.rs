@@ -58,7 +58,7 @@ impl Client {
         let after_not_received = || self.pool.stats().retries.get(RetryReason::NotReceived);
         let before = after_not_received();
         if !case.faults[0].is_race() {
-            self.lane.go();
+            self.lane.release();
         }
         let (outcome, resends) = self.send(case, request).await;
         let after_not_received = after_not_received() - before;
