@@ -149,20 +149,20 @@ impl Summary {
             "n/a".to_owned()
         };
         format!(
-            "fault_matrix: cases={} faults={} double_effects={} lost_keyed={} wrong_not_sent={} \
-             wrong_not_received={} other_broken={} recovered_not_sent={} \
-             recovered_not_received={not_received} recovered_idempotent={} hole={} seed={seed}",
+            "fault_matrix: cases={} double_effects={} lost_keyed={} wrong_not_sent={} \
+             wrong_not_received={} recovered_not_sent={} recovered_not_received={not_received} \
+             recovered_idempotent={} seed={seed} faults={} other_broken={} hole={}",
             self.cases,
-            self.faults,
             self.broken(Broken::DoubleEffect),
             self.broken(Broken::LostKeyed),
             self.broken(Broken::WrongNotSent),
             self.broken(Broken::WrongNotReceived),
+            percent(Recovery::NotSent),
+            percent(Recovery::Idempotent),
+            self.faults,
             self.broken(Broken::Attempt)
                 + self.broken(Broken::Answer)
                 + self.broken(Broken::Resend),
-            percent(Recovery::NotSent),
-            percent(Recovery::Idempotent),
             self.hole,
         )
     }
