@@ -26,6 +26,8 @@ use client::Client;
 use judge::{Recovery, judge};
 use script::Case;
 use server::Lane;
+
+pub(crate) use server::FORKS;
 use summary::Summary;
 
 use crate::support::{Names, server_config};

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
@@ -19,6 +19,11 @@ use tokio::sync::Notify;
 use super::ledger::{Attempt, Ledger};
 use super::message::Incoming;
 use super::script::{Act, Case, End, Fault, Idle, WHOLE};
+
+/// Held for reading while a script closes a socket whose close must be there at once, for writing while the
+/// process starts another one: until that executes its program it has a copy of every descriptor, and a close
+/// closes nothing.
+pub(crate) static FORKS: RwLock<()> = RwLock::new(());
 
 /// How long a script waits for the client before that is a fault of the client's.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -405,9 +410,12 @@ fn run_idle(mut wire: Wire, idle: Idle, shared: &Shared) {
         Idle::Close | Idle::Reset => {
             attempt.closed_unread = true;
             shared.running().ledger.note(attempt);
-            match idle {
-                Idle::Close => wire.close(case.polite),
-                _ => wire.reset(),
+            {
+                let _no_fork = FORKS.read();
+                match idle {
+                    Idle::Close => wire.close(case.polite),
+                    _ => wire.reset(),
+                }
             }
             taken();
         }
@@ -415,9 +423,11 @@ fn run_idle(mut wire: Wire, idle: Idle, shared: &Shared) {
             cross(delay);
             // In two steps, so that it is known what was there first: what is not to be read now has
             // not been received before our FIN, and nobody will ever read it.
+            let no_fork = FORKS.read();
             wire.end_writing(case.polite);
             attempt.closed_unread = wire.is_quiet();
             drop(wire);
+            drop(no_fork);
             shared.running().ledger.note(attempt);
         }
         Idle::ResetRace(delay) => {

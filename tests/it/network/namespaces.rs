@@ -52,6 +52,7 @@ impl Namespace {
     /// Runs lines of `ip`'s batch language inside. The error says what is missing.
     pub(crate) fn ip(&self, script: &str) -> Result<(), String> {
         self.enter(|| {
+            let alone = crate::fault_matrix::FORKS.write();
             let mut ip = Command::new("ip")
                 .args(["-batch", "-"])
                 .stdin(Stdio::piped())
@@ -59,6 +60,8 @@ impl Namespace {
                 .stderr(Stdio::piped())
                 .spawn()
                 .map_err(|error| format!("ip (iproute2): {error}"))?;
+            // The program runs: it has let go of what is ours.
+            drop(alone);
             let mut stdin = ip.stdin.take().expect("it is piped");
             let written = stdin.write_all(script.as_bytes());
             drop(stdin);

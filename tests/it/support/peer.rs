@@ -621,6 +621,7 @@ impl Conn {
     /// Closes the socket at once, in both directions.
     pub(crate) fn close(&mut self) {
         // The only copy of the descriptor leaves with the old wire.
+        let _no_fork = crate::fault_matrix::FORKS.read();
         let dead = TcpListener::bind("127.0.0.1:0").and_then(|listener| {
             let client = TcpStream::connect(listener.local_addr()?)?;
             Ok(client)
