@@ -594,6 +594,16 @@ impl Conn {
             .expect("the filter");
     }
 
+    /// Ends [`lose_what_comes`](Conn::lose_what_comes) and closes in the same breath: between the two nothing
+    /// may be heard.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn hear_again_and_close(&mut self) {
+        let dead = stand_in();
+        let _no_fork = crate::fault_matrix::FORKS.read();
+        self.hear_again();
+        self.wire = Wire::Plain(dead);
+    }
+
     /// Over TLS: says close_notify, and nothing on TCP.
     pub(crate) fn close_notify(&mut self) {
         if let Wire::Tls(stream) = &mut self.wire {
@@ -621,13 +631,17 @@ impl Conn {
     /// Closes the socket at once, in both directions.
     pub(crate) fn close(&mut self) {
         // The only copy of the descriptor leaves with the old wire.
+        let dead = stand_in();
         let _no_fork = crate::fault_matrix::FORKS.read();
-        let dead = TcpListener::bind("127.0.0.1:0").and_then(|listener| {
-            let client = TcpStream::connect(listener.local_addr()?)?;
-            Ok(client)
-        });
-        self.wire = Wire::Plain(dead.expect("a stand-in socket"));
+        self.wire = Wire::Plain(dead);
     }
+}
+
+/// A socket for a connection that has none any more.
+fn stand_in() -> TcpStream {
+    let dead = TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| TcpStream::connect(listener.local_addr()?));
+    dead.expect("a stand-in socket")
 }
 
 fn ended_by(error: &io::Error) -> Ended {
