@@ -135,11 +135,7 @@ impl After {
         };
         let time = lease.host().config.drain_time;
         runtime.spawn(async move {
-            let ready = poll_fn(|cx| match lease.conn() {
-                Some(conn) => conn.poll_ready(cx).map(|result| result.is_ok()),
-                None => Poll::Ready(false),
-            });
-            match timeout(time, ready).await {
+            match timeout(time, lease.until_ready()).await {
                 Ok(true) => lease.put_back(),
                 Ok(false) => lease.leave_to_its_end(),
                 Err(_) => lease.abort(CloseReason::UploadUnfinished),
@@ -257,16 +253,7 @@ impl Reading {
                     }
                 }
             };
-            let settled = async {
-                if !drained.await {
-                    return false;
-                }
-                let ready = poll_fn(|cx| match lease.conn() {
-                    Some(conn) => conn.poll_ready(cx).map(|result| result.is_ok()),
-                    None => Poll::Ready(false),
-                });
-                ready.await
-            };
+            let settled = async { drained.await && lease.until_ready().await };
             if timeout(time, settled).await == Ok(true) {
                 lease.put_back();
             } else {

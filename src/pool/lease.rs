@@ -7,7 +7,9 @@
 //! * A connection goes back only through [`Lease::put_back`], which is called once hyper has said that
 //!   it is ready. A lease that is dropped closes its connection.
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use crate::clock::now;
@@ -127,6 +129,15 @@ impl Lease {
     /// The connection. `None` only after the lease was given away, which takes it by value.
     pub(crate) fn conn(&mut self) -> Option<&mut Conn> {
         self.card.as_mut().map(|card| &mut card.conn)
+    }
+
+    /// Waits until hyper can take another request. `false` when it never will.
+    pub(crate) async fn until_ready(&mut self) -> bool {
+        poll_fn(|cx| match self.conn() {
+            Some(conn) => conn.poll_ready(cx).map(|result| result.is_ok()),
+            None => Poll::Ready(false),
+        })
+        .await
     }
 
     /// Notes why the connection will be closed, before it is.
