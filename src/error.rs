@@ -27,6 +27,12 @@ pub enum ErrorKind {
     Connect,
     /// Resolution, connect and handshake together took longer than the connect timeout.
     ConnectTimeout,
+    /// No connection was to be had within the acquire timeout.
+    AcquireTimeout,
+    /// As many requests as may wait for a connection were waiting already.
+    Overloaded,
+    /// The pool was closed: before the request, or while it was under way.
+    PoolClosed,
     /// The TLS handshake failed, or TLS is not available.
     Tls,
     /// The server's certificate, or ours, was refused. Trying again does not help.
@@ -34,6 +40,14 @@ pub enum ErrorKind {
     /// The connection was closed or reset before a complete response head. One kind, however the
     /// failure surfaced: end of stream, reset, broken pipe, TLS truncation.
     ConnectionClosed,
+    /// A reused connection did not acknowledge a byte of the request within the acknowledgement timeout.
+    Unacknowledged,
+    /// The response head did not come within the response head timeout.
+    ResponseTimeout,
+    /// The response body brought nothing for as long as the body idle timeout.
+    BodyTimeout,
+    /// The whole request took longer than the request timeout.
+    RequestTimeout,
     /// What arrived is not an HTTP response, or one that must not be trusted.
     Protocol,
     /// The caller's request body returned an error.
@@ -54,9 +68,16 @@ impl ErrorKind {
             ErrorKind::Resolve => "resolve",
             ErrorKind::Connect => "connect",
             ErrorKind::ConnectTimeout => "connect_timeout",
+            ErrorKind::AcquireTimeout => "acquire_timeout",
+            ErrorKind::Overloaded => "overloaded",
+            ErrorKind::PoolClosed => "pool_closed",
             ErrorKind::Tls => "tls",
             ErrorKind::Certificate => "certificate",
             ErrorKind::ConnectionClosed => "connection_closed",
+            ErrorKind::Unacknowledged => "unacknowledged",
+            ErrorKind::ResponseTimeout => "response_timeout",
+            ErrorKind::BodyTimeout => "body_timeout",
+            ErrorKind::RequestTimeout => "request_timeout",
             ErrorKind::Protocol => "protocol",
             ErrorKind::RequestBody => "request_body",
             ErrorKind::ResponseBody => "response_body",
@@ -71,9 +92,16 @@ impl ErrorKind {
             ErrorKind::Resolve => "the host name could not be resolved",
             ErrorKind::Connect => "no address accepted the connection",
             ErrorKind::ConnectTimeout => "connecting took too long",
+            ErrorKind::AcquireTimeout => "no connection was free in time",
+            ErrorKind::Overloaded => "too many requests wait for a connection",
+            ErrorKind::PoolClosed => "the pool is closed",
             ErrorKind::Tls => "the TLS handshake failed",
             ErrorKind::Certificate => "a certificate was refused",
             ErrorKind::ConnectionClosed => "the connection closed before a response",
+            ErrorKind::Unacknowledged => "the connection acknowledged nothing",
+            ErrorKind::ResponseTimeout => "the response did not begin in time",
+            ErrorKind::BodyTimeout => "the response body stalled",
+            ErrorKind::RequestTimeout => "the request took too long",
             ErrorKind::Protocol => "the response is not valid HTTP",
             ErrorKind::RequestBody => "the request body failed",
             ErrorKind::ResponseBody => "the response body ended early",
@@ -95,6 +123,8 @@ impl fmt::Display for ErrorKind {
 pub enum Phase {
     /// Before any I/O.
     Prepare,
+    /// In line for a connection.
+    Queue,
     /// Resolving the host name.
     Resolve,
     /// Connecting over TCP.
@@ -118,6 +148,7 @@ impl Phase {
     pub fn as_str(self) -> &'static str {
         match self {
             Phase::Prepare => "prepare",
+            Phase::Queue => "queue",
             Phase::Resolve => "resolve",
             Phase::Connect => "connect",
             Phase::Handshake => "handshake",
@@ -420,7 +451,16 @@ impl Error {
 
     /// Whether a time limit was the cause.
     pub fn is_timeout(&self) -> bool {
-        matches!(self.kind(), ErrorKind::ConnectTimeout | ErrorKind::Deadline)
+        matches!(
+            self.kind(),
+            ErrorKind::ConnectTimeout
+                | ErrorKind::AcquireTimeout
+                | ErrorKind::Unacknowledged
+                | ErrorKind::ResponseTimeout
+                | ErrorKind::BodyTimeout
+                | ErrorKind::RequestTimeout
+                | ErrorKind::Deadline
+        )
     }
 }
 

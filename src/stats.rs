@@ -72,6 +72,20 @@ reasons! {
         UploadUnfinished = "upload_unfinished",
         /// Enough idle connections were kept already.
         IdleLimit = "idle_limit",
+        /// An idle connection made room for one to another origin, or for a fresh one.
+        MadeRoom = "made_room",
+        /// It had existed for its lifetime.
+        Lifetime = "lifetime",
+        /// It had carried as many requests as a connection may.
+        RequestLimit = "request_limit",
+        /// The host's name does not lead to its address any more.
+        AddressGone = "address_gone",
+        /// Its origin was evicted.
+        Evicted = "evicted",
+        /// A time limit of the exchange on it was over.
+        TimedOut = "timed_out",
+        /// The pool was closed.
+        PoolClosed = "pool_closed",
         /// The last handle of the pool was dropped.
         PoolDropped = "pool_dropped",
         /// The runtime that drove the connection was shut down.

@@ -11,8 +11,15 @@ use crate::wire::tls::TlsClient;
 /// What the pool itself needs of its options; the rest is the dialer's.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
+    pub(crate) limits: Limits,
+    pub(crate) acquire_timeout: Option<Duration>,
     pub(crate) idle_timeout: Option<Duration>,
-    pub(crate) max_idle_per_origin: usize,
+    pub(crate) max_lifetime: Option<Duration>,
+    pub(crate) max_requests_per_connection: Option<u32>,
+    pub(crate) response_head_timeout: Option<Duration>,
+    pub(crate) body_idle_timeout: Option<Duration>,
+    pub(crate) request_timeout: Option<Duration>,
+    pub(crate) ack_timeout: Option<Duration>,
     pub(crate) drain_bytes: u64,
     pub(crate) drain_time: Duration,
     pub(crate) probe_patience: Duration,
@@ -21,12 +28,34 @@ pub(crate) struct Config {
     pub(crate) dialer: Dialer,
 }
 
+/// How much of everything there may be at a time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Connections in all, those being opened and closed included.
+    pub(crate) connections: usize,
+    /// The same, for one origin.
+    pub(crate) connections_per_origin: usize,
+    pub(crate) idle: usize,
+    pub(crate) idle_per_origin: usize,
+    /// Dials in progress to one origin.
+    pub(crate) dials_per_origin: usize,
+    /// Requests that wait for a connection to one origin without a dial of their own.
+    pub(crate) waiters_per_origin: usize,
+}
+
 /// Builds a [`Pool`](crate::Pool). See each method for its default and the reason for it.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct Builder {
+    limits: Limits,
+    acquire_timeout: Option<Duration>,
     idle_timeout: Option<Duration>,
-    max_idle_per_origin: usize,
+    max_lifetime: Option<Duration>,
+    max_requests_per_connection: Option<u32>,
+    response_head_timeout: Option<Duration>,
+    body_idle_timeout: Option<Duration>,
+    request_timeout: Option<Duration>,
+    ack_timeout: Option<Duration>,
     connect_timeout: Option<Duration>,
     drain_bytes: u64,
     drain_time: Duration,
@@ -41,8 +70,22 @@ pub struct Builder {
 impl Builder {
     pub(crate) fn new() -> Self {
         Builder {
+            limits: Limits {
+                connections: 512,
+                connections_per_origin: 64,
+                idle: 256,
+                idle_per_origin: 64,
+                dials_per_origin: 64,
+                waiters_per_origin: usize::MAX,
+            },
+            acquire_timeout: Some(Duration::from_secs(15)),
             idle_timeout: Some(Duration::from_secs(90)),
-            max_idle_per_origin: 64,
+            max_lifetime: Some(Duration::from_secs(10 * 60)),
+            max_requests_per_connection: None,
+            response_head_timeout: Some(Duration::from_secs(120)),
+            body_idle_timeout: None,
+            request_timeout: None,
+            ack_timeout: Some(Duration::from_secs(3)),
             connect_timeout: Some(Duration::from_secs(10)),
             drain_bytes: 64 * 1024,
             drain_time: Duration::from_millis(100),
@@ -84,16 +127,204 @@ impl Builder {
         self
     }
 
+    /// Sets how many connections to one origin may exist at a time: idle, in use, being opened, and closed
+    /// ones whose other side has not closed yet (waited for at most a second).
+    ///
+    /// A request beyond that waits in line, first come, first served, until a connection comes back or
+    /// [`acquire_timeout`](Builder::acquire_timeout) is over.
+    ///
+    /// # Default
+    /// 64: as many as are kept idle, so that none is opened to be thrown away; enough for several thousand
+    /// requests a second at a response time of 20 ms, and a bound on what one slow server can hold.
+    ///
+    /// # Panics
+    /// Panics if `max` is zero.
+    pub fn max_connections_per_origin(mut self, max: usize) -> Self {
+        assert!(max > 0, "no connection to an origin allowed");
+        self.limits.connections_per_origin = max;
+        self
+    }
+
+    /// Sets how many connections may exist at a time to all origins together, counted as in
+    /// [`max_connections_per_origin`](Builder::max_connections_per_origin).
+    ///
+    /// At the limit the connection that has been idle longest, to whatever origin, makes room; where none is
+    /// idle, requests wait in line.
+    ///
+    /// # Default
+    /// 512: half of the 1,024 descriptors that a process gets by default on Linux.
+    ///
+    /// # Panics
+    /// Panics if `max` is zero.
+    pub fn max_connections(mut self, max: usize) -> Self {
+        assert!(max > 0, "no connection allowed");
+        self.limits.connections = max;
+        self
+    }
+
     /// Sets how many idle connections are kept for one origin.
     ///
     /// When one more comes back, the one that has been idle longest is closed. Zero switches reuse off:
     /// each request then has a connection of its own, closed after its response.
     ///
     /// # Default
-    /// 64: enough for several thousand requests a second at a response time of 20 ms, and a burst of a
-    /// thousand does not hold a thousand descriptors for the idle timeout.
+    /// 64: the limit of connections to an origin, so that a burst keeps what it has opened until the idle
+    /// timeout.
     pub fn max_idle_per_origin(mut self, max: usize) -> Self {
-        self.max_idle_per_origin = max;
+        self.limits.idle_per_origin = max;
+        self
+    }
+
+    /// Sets how many idle connections are kept in all. When one more comes back, the one that has been idle
+    /// longest is closed, to whatever origin.
+    ///
+    /// # Default
+    /// 256: half of the limit of connections, so that a client of very many origins keeps room to open more.
+    pub fn max_idle(mut self, max: usize) -> Self {
+        self.limits.idle = max;
+        self
+    }
+
+    /// Sets how many connections to one origin may be in the course of being opened at a time.
+    ///
+    /// # Default
+    /// 64, as many as may exist: on its own it holds nothing back. Lower it where a burst of TLS handshakes
+    /// is too much for the server.
+    ///
+    /// # Panics
+    /// Panics if `max` is zero.
+    pub fn max_pending_dials(mut self, max: usize) -> Self {
+        assert!(max > 0, "no dial allowed");
+        self.limits.dials_per_origin = max;
+        self
+    }
+
+    /// Sets how many requests to one origin may wait in line, those with a dial of their own not counted. One
+    /// more fails at once with [`ErrorKind::Overloaded`](crate::ErrorKind::Overloaded). Zero: nobody waits.
+    /// `None`: no bound.
+    ///
+    /// # Default
+    /// `None`: [`acquire_timeout`](Builder::acquire_timeout) bounds the line by time. A service that had
+    /// better refuse than be late sets a bound.
+    pub fn max_waiters(mut self, max: impl Into<Option<usize>>) -> Self {
+        self.limits.waiters_per_origin = max.into().unwrap_or(usize::MAX);
+        self
+    }
+
+    /// Sets how long a request may wait for its connection: in line, for its own dial, and for the check of
+    /// an idle one, counted from the call over all of it.
+    ///
+    /// When it is over, the request fails with
+    /// [`ErrorKind::AcquireTimeout`](crate::ErrorKind::AcquireTimeout): nothing was sent.
+    /// [`phase`](crate::Error::phase) tells what it was waiting for, and the error's source is the last dial to the
+    /// origin that failed meanwhile, if one did. `None`: no limit.
+    ///
+    /// # Default
+    /// 15 s: longer than the connect timeout, so that a dial that fails says why itself.
+    ///
+    /// # Panics
+    /// Panics if `timeout` is zero.
+    pub fn acquire_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        self.acquire_timeout = positive(timeout.into(), "an acquire timeout");
+        self
+    }
+
+    /// Sets for how long a connection may be used, from the end of its handshake. `None`: for ever.
+    ///
+    /// Each connection gets its own limit, up to 10 % shorter or longer, so that those opened together do not
+    /// end together. One that is over it closes when its exchange ends; an exchange is never cut.
+    ///
+    /// # Default
+    /// 10 minutes: a client then follows a change of addresses in that time, checks certificates anew, and
+    /// spends next to nothing on it.
+    ///
+    /// # Panics
+    /// Panics if `lifetime` is zero.
+    pub fn max_lifetime(mut self, lifetime: impl Into<Option<Duration>>) -> Self {
+        self.max_lifetime = positive(lifetime.into(), "a lifetime");
+        self
+    }
+
+    /// Sets how many requests a connection may carry. It closes after the response of the last one. `None`:
+    /// any number.
+    ///
+    /// # Default
+    /// `None`: the limit is the server's to set, and it says so with `Connection: close`.
+    ///
+    /// # Panics
+    /// Panics if `max` is zero.
+    pub fn max_requests_per_connection(mut self, max: impl Into<Option<u32>>) -> Self {
+        let max = max.into();
+        assert!(max != Some(0), "no request on a connection allowed");
+        self.max_requests_per_connection = max;
+        self
+    }
+
+    /// Sets how long a request may wait for its response head, from the moment it is given to its connection.
+    /// The time to write it counts.
+    ///
+    /// When it is over, the request fails with
+    /// [`ErrorKind::ResponseTimeout`](crate::ErrorKind::ResponseTimeout) and its connection closes. `None`: no
+    /// limit.
+    ///
+    /// # Default
+    /// 120 s: longer than proxies and load balancers commonly wait (60 to 100 s), since to give up a payment
+    /// too early turns a late answer into an unknown one; and a server that never answers does not hold a
+    /// connection for ever.
+    ///
+    /// # Panics
+    /// Panics if `timeout` is zero.
+    pub fn response_head_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        self.response_head_timeout = positive(timeout.into(), "a response head timeout");
+        self
+    }
+
+    /// Sets how long a response body may bring nothing while its reader waits. The reader's own pauses do not
+    /// count.
+    ///
+    /// When it is over, the body ends with [`ErrorKind::BodyTimeout`](crate::ErrorKind::BodyTimeout) and its
+    /// connection closes. `None`: no limit.
+    ///
+    /// # Default
+    /// `None`: streams of events are silent for as long as nothing happens.
+    ///
+    /// # Panics
+    /// Panics if `timeout` is zero.
+    pub fn body_idle_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        self.body_idle_timeout = positive(timeout.into(), "a body idle timeout");
+        self
+    }
+
+    /// Sets how long a whole request may take, from the call to the end of the response body.
+    ///
+    /// When it is over, whatever the request was at fails with
+    /// [`ErrorKind::RequestTimeout`](crate::ErrorKind::RequestTimeout), and [`phase`](crate::Error::phase) tells
+    /// what that was. Its connection closes, if it had one. Each attempt of a retry layer has this time for itself;
+    /// [`RetryPolicy::deadline`](crate::RetryPolicy::deadline) bounds them together. `None`: no limit.
+    ///
+    /// # Default
+    /// `None`: how long an operation may take only its caller knows.
+    ///
+    /// # Panics
+    /// Panics if `timeout` is zero.
+    pub fn request_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        self.request_timeout = positive(timeout.into(), "a request timeout");
+        self
+    }
+
+    /// Sets how long a reused connection may leave a request wholly unacknowledged before it counts as dead
+    /// (Linux and Android only), for requests that a retry layer above may send again. The request then fails
+    /// with [`ErrorKind::Unacknowledged`](crate::ErrorKind::Unacknowledged), for the layer to send it on a fresh
+    /// connection. Other requests wait on: the route may heal, and
+    /// [`tcp_user_timeout`](Builder::tcp_user_timeout) bounds it. `None`: never.
+    ///
+    /// # Default
+    /// 3 s: by then the kernel has sent it four times in vain (after 0.2, 0.6, 1.4 and 3 s).
+    ///
+    /// # Panics
+    /// Panics if `timeout` is zero.
+    pub fn ack_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
+        self.ack_timeout = positive(timeout.into(), "an acknowledgement timeout");
         self
     }
 
@@ -109,9 +340,7 @@ impl Builder {
     /// # Panics
     /// Panics if `timeout` is zero.
     pub fn connect_timeout(mut self, timeout: impl Into<Option<Duration>>) -> Self {
-        let timeout = timeout.into();
-        assert!(timeout != Some(Duration::ZERO), "a connect timeout of zero");
-        self.connect_timeout = timeout;
+        self.connect_timeout = positive(timeout.into(), "a connect timeout");
         self
     }
 
@@ -235,8 +464,15 @@ impl Builder {
         #[cfg(not(feature = "tls"))]
         let tls = TlsClient;
         Config {
+            limits: self.limits,
+            acquire_timeout: self.acquire_timeout,
             idle_timeout: self.idle_timeout,
-            max_idle_per_origin: self.max_idle_per_origin,
+            max_lifetime: self.max_lifetime,
+            max_requests_per_connection: self.max_requests_per_connection,
+            response_head_timeout: self.response_head_timeout,
+            body_idle_timeout: self.body_idle_timeout,
+            request_timeout: self.request_timeout,
+            ack_timeout: self.ack_timeout,
             drain_bytes: self.drain_bytes,
             drain_time: self.drain_time,
             probe_patience: self.probe_patience,
@@ -249,4 +485,9 @@ impl Builder {
             },
         }
     }
+}
+
+fn positive(time: Option<Duration>, what: &str) -> Option<Duration> {
+    assert!(time != Some(Duration::ZERO), "{what} of zero");
+    time
 }

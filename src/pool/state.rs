@@ -139,7 +139,7 @@ impl Host {
             counters: Arc::clone(&shared.counters),
             next_id: Arc::clone(&shared.next_id),
             state: Mutex::new(State {
-                shelf: Shelf::new(config.idle_timeout, config.max_idle_per_origin),
+                shelf: Shelf::new(config.idle_timeout, config.limits.idle_per_origin),
                 busy: 0,
                 dialing: 0,
                 retired: false,

@@ -214,7 +214,11 @@ pub(crate) fn classify_error(error: &Error) -> Evidence {
         ErrorKind::Certificate
         | ErrorKind::InvalidRequest
         | ErrorKind::RequestBody
-        | ErrorKind::Deadline => return Evidence::Final,
+        | ErrorKind::Deadline
+        // Limits of the caller's own: to ask again at once is what they are there to stop.
+        | ErrorKind::AcquireTimeout
+        | ErrorKind::Overloaded
+        | ErrorKind::PoolClosed => return Evidence::Final,
         ErrorKind::Protocol => return Evidence::NotHttp,
         _ if error.phase() == Phase::ResponseBody => return Evidence::Committed,
         ErrorKind::ResponseBody => return Evidence::Committed,
