@@ -217,6 +217,34 @@ pub(crate) struct Trace {
     pub(crate) elapsed: Option<Duration>,
 }
 
+/// A dial that failed, for those whose dial it was not.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct DialFailure {
+    text: std::sync::Arc<str>,
+}
+
+impl DialFailure {
+    /// Takes down what an error says of itself and of its causes.
+    pub(crate) fn of(error: &Error) -> Self {
+        let mut text = error.kind().sentence().to_owned();
+        let mut cause = StdError::source(error);
+        while let Some(source) = cause {
+            text.push_str(": ");
+            text.push_str(&source.to_string());
+            cause = source.source();
+        }
+        DialFailure { text: text.into() }
+    }
+}
+
+impl fmt::Display for DialFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the last dial to the origin failed: {}", self.text)
+    }
+}
+
+impl StdError for DialFailure {}
+
 struct Inner {
     kind: ErrorKind,
     delivery: Delivery,
@@ -269,6 +297,11 @@ impl Error {
             Ok(own) => *own,
             Err(foreign) => Error::new(ErrorKind::Service, Phase::Unknown).with_source(foreign),
         }
+    }
+
+    pub(crate) fn with_kind(mut self, kind: ErrorKind) -> Self {
+        self.0.kind = kind;
+        self
     }
 
     pub(crate) fn with_delivery(mut self, delivery: Delivery) -> Self {

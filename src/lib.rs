@@ -101,6 +101,7 @@ mod pool;
 mod retry;
 mod rules;
 mod stats;
+mod sync;
 mod timings;
 mod wire;
 
@@ -114,5 +115,5 @@ pub use retry::{
     Class, IdempotencyKey, InvalidKey, KeyForm, ReplayBody, Retry, RetryBudget, RetryFuture,
     RetryLayer, RetryPolicy,
 };
-pub use stats::{ByReason, CloseReason, Refusal, RetryReason, Stats};
+pub use stats::{ByReason, CloseReason, OriginStats, Refusal, RetryReason, Stats};
 pub use timings::{ConnectionFacts, DialTimings, Handshake, Timings};

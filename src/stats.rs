@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use crate::origin::Origin;
+
 /// Declares an enum of reasons together with its stable names and its number of variants.
 macro_rules! reasons {
     (
@@ -213,7 +215,7 @@ impl Counters {
     }
 
     /// One more request was answered over a connection that was already open. `round_trips` and `time`
-    /// are what opening one costs at this origin, `secure` whether that includes a handshake.
+    /// are what opening it had cost, `secure` whether that includes a handshake.
     pub(crate) fn saved(&self, round_trips: u32, time: Duration, secure: bool) {
         Self::add(&self.reused);
         if secure {
@@ -261,6 +263,9 @@ impl Counters {
             idle: 0,
             busy: 0,
             dialing: 0,
+            closing: 0,
+            waiting: 0,
+            origins: Vec::new(),
         }
     }
 }
@@ -306,8 +311,8 @@ impl<R: Copy + Eq> ByReason<R> {
 
 /// What a pool has done and saved since it was built. A value: it does not change after it was read.
 ///
-/// `Display` prints it for a person. The gauges (`idle`, `busy`, `dialing`) are of this moment, all
-/// else counts from the pool's beginning.
+/// `Display` prints it for a person. The gauges (`idle`, `busy`, `dialing`, `closing`, `waiting`) and `origins` are
+/// of this moment, all else counts from the pool's beginning.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Stats {
@@ -328,10 +333,10 @@ pub struct Stats {
     pub tls_resumed: u64,
     /// TLS handshakes that reuse made unnecessary.
     pub tls_saved: u64,
-    /// Round trips that reuse made unnecessary: those of a dial to the same origin, for each
-    /// connection saved.
+    /// Round trips that reuse made unnecessary: those that opening the reused connection had taken, for
+    /// each connection saved.
     pub round_trips_saved: u64,
-    /// The origin's own measured mean dial time, for each connection saved.
+    /// What opening the reused connection had taken, for each connection saved.
     pub time_saved: Duration,
     /// Idle connections that the server had closed and the probe at checkout caught.
     pub stale_caught_by_probe: u64,
@@ -354,6 +359,68 @@ pub struct Stats {
     pub busy: u64,
     /// Connections being opened now.
     pub dialing: u64,
+    /// Connections that are closed on our side now and wait, for a second at most, for the other side to
+    /// close. They count against the limits.
+    pub closing: u64,
+    /// Requests that wait for a connection now, whether it is being opened for them or not.
+    pub waiting: u64,
+    /// Each origin that has a connection or a waiting request now, in order.
+    pub origins: Vec<OriginStats>,
+}
+
+/// One origin of a pool at one moment.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct OriginStats {
+    /// The origin.
+    pub origin: Origin,
+    /// Connections that wait for a request.
+    pub idle: u64,
+    /// Connections that carry an exchange.
+    pub busy: u64,
+    /// Connections being opened.
+    pub dialing: u64,
+    /// Connections that are closed on our side and wait for the other.
+    pub closing: u64,
+    /// Requests that wait for a connection.
+    pub waiting: u64,
+    /// How long ago the oldest open connection was established.
+    pub oldest_connection: Option<Duration>,
+    /// How long the connection that was used longest ago has been idle.
+    pub longest_idle: Option<Duration>,
+    /// How long the first in line has waited.
+    pub longest_wait: Option<Duration>,
+}
+
+impl OriginStats {
+    /// What is not zero, in one line.
+    pub(crate) fn gauges(&self) -> impl fmt::Debug + '_ {
+        struct Gauges<'a>(&'a OriginStats);
+        impl fmt::Debug for Gauges<'_> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0.line())
+            }
+        }
+        Gauges(self)
+    }
+
+    fn line(&self) -> String {
+        let age = |age: Option<Duration>, what: &str| {
+            age.map(|age| format!(", {what} {age:.1?}"))
+                .unwrap_or_default()
+        };
+        format!(
+            "{} idle, {} busy, {} dialing, {} closing, {} waiting{}{}{}",
+            self.idle,
+            self.busy,
+            self.dialing,
+            self.closing,
+            self.waiting,
+            age(self.oldest_connection, "oldest"),
+            age(self.longest_idle, "idle for up to"),
+            age(self.longest_wait, "waiting for up to"),
+        )
+    }
 }
 
 impl fmt::Display for Stats {
@@ -365,13 +432,13 @@ impl fmt::Display for Stats {
         )?;
         writeln!(
             f,
-            "connections  {} opened, {} saved; now {} idle, {} busy, {} dialing; {} dials failed",
-            self.connections_opened,
-            self.connections_saved,
-            self.idle,
-            self.busy,
-            self.dialing,
-            self.dials_failed
+            "connections  {} opened, {} saved; {} dials failed",
+            self.connections_opened, self.connections_saved, self.dials_failed
+        )?;
+        writeln!(
+            f,
+            "now          {} idle, {} busy, {} dialing, {} closing; {} requests waiting",
+            self.idle, self.busy, self.dialing, self.closing, self.waiting
         )?;
         writeln!(
             f,
@@ -393,9 +460,19 @@ impl fmt::Display for Stats {
         )?;
         line(f, "closed", &self.closes)?;
         line(f, "retried", &self.retries)?;
-        line(f, "not retried", &self.refusals)
+        line(f, "not retried", &self.refusals)?;
+        for origin in self.origins.iter().take(ORIGINS_SHOWN) {
+            write!(f, "\n{}  {}", origin.origin, origin.line())?;
+        }
+        match self.origins.len().saturating_sub(ORIGINS_SHOWN) {
+            0 => Ok(()),
+            more => write!(f, "\nand {more} more origins"),
+        }
     }
 }
+
+/// As many as a person reads.
+const ORIGINS_SHOWN: usize = 10;
 
 fn line<R: Copy + Eq + fmt::Display>(
     f: &mut fmt::Formatter<'_>,

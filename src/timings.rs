@@ -58,9 +58,10 @@ impl ConnectionFacts {
         self.id
     }
 
-    /// Whether the connection had carried a request before this one.
+    /// Whether the connection came out of the pool: it had carried a request before, or was opened for one
+    /// that another connection then served.
     pub fn is_reused(&self) -> bool {
-        self.served > 0
+        self.idle.is_some()
     }
 
     /// How many requests the connection had carried before this one.
@@ -68,7 +69,8 @@ impl ConnectionFacts {
         self.served
     }
 
-    /// How long the connection had been idle when this exchange took it; `None` if it was fresh.
+    /// How long the connection had been idle when this exchange took it, next to nothing where it came
+    /// straight from another request; `None` if it was fresh.
     pub fn idle_age(&self) -> Option<Duration> {
         self.idle
     }

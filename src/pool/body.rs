@@ -17,7 +17,7 @@ use hyper::body::Incoming;
 use tokio::runtime::Handle;
 use tokio::time::{Sleep, sleep, timeout};
 
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::pool::lease::Lease;
 use crate::rules::persist::Persistence;
 use crate::stats::CloseReason;
@@ -105,7 +105,7 @@ impl After {
         let patience = match &mut self.patience {
             Some(patience) => patience,
             none => {
-                let time = lease.host().config.drain_time;
+                let time = lease.shared().config.drain_time;
                 none.insert(Box::pin(sleep(time)))
             }
         };
@@ -133,7 +133,7 @@ impl After {
             lease.abort(CloseReason::UploadUnfinished);
             return;
         };
-        let time = lease.host().config.drain_time;
+        let time = lease.shared().config.drain_time;
         runtime.spawn(async move {
             match timeout(time, lease.until_ready()).await {
                 Ok(true) => lease.put_back(),
@@ -174,8 +174,11 @@ impl Body for ResponseBody {
                 Some(Err(error)) => {
                     let mut error = evidence::of_response_body(error);
                     if let Some(lease) = reading.after.lease.take() {
+                        if lease.shared().is_cut() {
+                            error = error.with_kind(ErrorKind::PoolClosed);
+                        }
                         error = error
-                            .with_origin(&lease.host().origin)
+                            .with_origin(lease.origin())
                             .with_connection(lease.facts().clone());
                         lease.close(CloseReason::ExchangeFailed);
                     }
@@ -230,7 +233,7 @@ impl Reading {
         if ended && after.upload.is_over() && is_ready {
             return lease.put_back();
         }
-        let config = &lease.host().config;
+        let config = &lease.shared().config;
         let (limit, time) = (config.drain_bytes, config.drain_time);
         if !ended && (limit == 0 || incoming.size_hint().lower() > limit) {
             return lease.abort(CloseReason::BodyDropped);

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use http::uri::Scheme;
 
+use crate::rules::plan::Limits;
 use crate::wire::dial::Dialer;
 use crate::wire::socket::SocketOptions;
 use crate::wire::tls::TlsClient;
@@ -26,21 +27,6 @@ pub(crate) struct Config {
     pub(crate) default_scheme: Scheme,
     pub(crate) expect_continue: Option<Duration>,
     pub(crate) dialer: Dialer,
-}
-
-/// How much of everything there may be at a time.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
-    /// Connections in all, those being opened and closed included.
-    pub(crate) connections: usize,
-    /// The same, for one origin.
-    pub(crate) connections_per_origin: usize,
-    pub(crate) idle: usize,
-    pub(crate) idle_per_origin: usize,
-    /// Dials in progress to one origin.
-    pub(crate) dials_per_origin: usize,
-    /// Requests that wait for a connection to one origin without a dial of their own.
-    pub(crate) waiters_per_origin: usize,
 }
 
 /// Builds a [`Pool`](crate::Pool). See each method for its default and the reason for it.

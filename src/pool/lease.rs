@@ -1,73 +1,118 @@
-//! The right to use a connection for one exchange.
+//! The right to use a connection for one exchange, and the way to it: an idle one, a place in line, a dial.
 //!
 //! # Invariants
 //!
 //! * A lease counts as busy from the moment it exists until it is put back or closed, whatever happens
 //!   to the future that holds it.
 //! * A connection goes back only through [`Lease::put_back`], which is called once hyper has said that
-//!   it is ready. A lease that is dropped closes its connection.
+//!   it is ready, or untouched, if it was dropped before its exchange began. A lease that is dropped after that
+//!   closes its connection.
+//! * A dial is a task of its own, begun in the runtime of the request that it is for. It outlives the request
+//!   for as long as [`LOST_DIAL_PATIENCE`], and what it brings goes to whoever is next.
 
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use crate::clock::now;
-use crate::error::Error;
-use crate::pool::card::Card;
-use crate::pool::keeper::keep;
-use crate::pool::state::Host;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{sleep, sleep_until};
+use tracing::Instrument;
+
+use crate::clock::{Instant, stamp};
+use crate::error::{DialFailure, Error, ErrorKind, Phase};
+use crate::origin::Origin;
+use crate::pool::card::{Card, Ear, PoolHeld, PoolPermit};
+use crate::pool::desk::{Asked, News};
+use crate::pool::keeper::{Kept, keep};
+use crate::pool::state::Shared;
+use crate::rules::plan::{Asks, Ticket};
 use crate::stats::{CloseReason, Counters};
-use crate::timings::{ConnectionFacts, DialTimings, Handshake};
+use crate::timings::{ConnectionFacts, Handshake};
+use crate::wire::dial::{Dialed, Stage};
 use crate::wire::http1::{Conn, Probe};
 
 /// The right to use a connection for one exchange.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    host: Arc<Host>,
+    shared: Arc<Shared>,
+    origin: Origin,
     /// `None` once it was given away.
-    card: Option<Card>,
+    held: Option<PoolHeld>,
     facts: ConnectionFacts,
+    /// The connection was given to an exchange: it is not what it was.
+    begun: bool,
+}
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish {
+    /// A connection that has carried nothing yet.
+    pub(crate) fresh: bool,
+    /// When the caller's patience ends.
+    pub(crate) until: Option<Instant>,
 }
 
 impl Lease {
-    /// Finds a connection for an exchange: the newest idle one that is alive, else a new one.
+    /// Finds a connection for an exchange: the newest idle one that is alive, else whichever comes first of
+    /// one that is given back and one that is opened for it.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future closes the connection that it was looking at or opening, and no other.
-    pub(crate) async fn acquire(host: &Arc<Host>, must_be_fresh: bool) -> Result<Lease, Error> {
-        if !must_be_fresh {
-            while let Some((card, idle)) = host.take(now()) {
-                let lease = Lease::new(host, card, Some(idle));
-                if let Some(lease) = lease.if_alive().await {
-                    return Ok(lease);
-                }
+    /// Dropping the future passes on what it had got or was about to get.
+    pub(crate) async fn acquire(
+        shared: &Arc<Shared>,
+        origin: &Origin,
+        wish: Wish,
+    ) -> Result<Lease, Error> {
+        let ticket = shared.desk.ticket();
+        let mut again = false;
+        loop {
+            let idle = match wish.fresh {
+                true => None,
+                false => shared.desk.reuse(origin),
+            };
+            let lease = match idle {
+                Some(held) => Lease::new(shared, origin, held)?,
+                None => in_line(shared, origin, wish, ticket, again).await?,
+            };
+            if !lease.facts.is_reused() {
+                return Ok(lease);
             }
+            if let Some(lease) = lease.if_alive().await {
+                return Ok(lease);
+            }
+            again = true;
         }
-        Lease::dial(host).await
     }
 
-    fn new(host: &Arc<Host>, card: Card, idle: Option<Duration>) -> Lease {
+    fn new(shared: &Arc<Shared>, origin: &Origin, held: PoolHeld) -> Result<Lease, Error> {
+        let idle = held.since().map(|since| since.until(stamp()));
+        let Some(card) = held.item() else {
+            // What is handed out has not been given away.
+            return Err(Error::before_sending(ErrorKind::Connect, Phase::Queue));
+        };
         let facts = ConnectionFacts {
-            id: card.id,
+            id: card.seat.id(),
             peer: card.peer,
             served: card.served,
             idle,
             dial: card.dial,
             handshake: card.handshake,
         };
-        Lease {
-            host: Arc::clone(host),
-            card: Some(card),
+        Ok(Lease {
+            shared: Arc::clone(shared),
+            origin: origin.clone(),
+            held: Some(held),
             facts,
-        }
+            begun: false,
+        })
     }
 
     async fn if_alive(self) -> Option<Lease> {
-        let card = self.card.as_ref()?;
-        let verdict = card.conn.probe(self.host.config.probe_patience).await;
-        let counters = &self.host.counters;
+        let conn = &self.held.as_ref()?.item()?.conn;
+        let verdict = conn.probe(self.shared.config.probe_patience).await;
+        let counters = &self.shared.counters;
         match verdict {
             Probe::Quiet => return Some(self),
             Probe::Ended => {
@@ -78,8 +123,8 @@ impl Lease {
             Probe::Dead(reason) => {
                 Counters::add(&counters.stale_by_probe);
                 tracing::debug!(
-                    server.address = self.host.origin.host(),
-                    server.port = self.host.origin.port(),
+                    server.address = self.origin.host(),
+                    server.port = self.origin.port(),
                     reason = reason.as_str(),
                     "stale connection caught at checkout"
                 );
@@ -89,37 +134,12 @@ impl Lease {
         None
     }
 
-    async fn dial(host: &Arc<Host>) -> Result<Lease, Error> {
-        let mut dialing = Dialing::start(host);
-        let result = host.config.dialer.dial(&host.origin, &host.counters).await;
-        let dialed = result.inspect_err(|_| Counters::add(&host.counters.dials_failed))?;
-        dialing.opened = Some(dialed.timings);
-        drop(dialing);
-        let id = host.new_id();
-        tracing::debug!(
-            server.address = host.origin.host(),
-            server.port = host.origin.port(),
-            network.peer.address = dialed.peer.map(|peer| tracing::field::display(peer.ip())),
-            network.peer.port = dialed.peer.map(|peer| peer.port()),
-            tls.resumed = dialed.handshake.map(|kind| kind == Handshake::Resumed),
-            took = ?dialed.timings.total(),
-            "connection opened"
-        );
-        let meter = Arc::clone(dialed.conn.meter());
-        tokio::spawn(keep(dialed.driver, id, Arc::downgrade(host), meter));
-        let card = Card {
-            id,
-            conn: dialed.conn,
-            peer: dialed.peer,
-            dial: dialed.timings,
-            handshake: dialed.handshake,
-            served: 0,
-        };
-        Ok(Lease::new(host, card, None))
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
-    pub(crate) fn host(&self) -> &Arc<Host> {
-        &self.host
+    pub(crate) fn origin(&self) -> &Origin {
+        &self.origin
     }
 
     pub(crate) fn facts(&self) -> &ConnectionFacts {
@@ -128,7 +148,16 @@ impl Lease {
 
     /// The connection. `None` only after the lease was given away, which takes it by value.
     pub(crate) fn conn(&mut self) -> Option<&mut Conn> {
-        self.card.as_mut().map(|card| &mut card.conn)
+        self.held
+            .as_mut()
+            .and_then(PoolHeld::item_mut)
+            .map(|card| &mut card.conn)
+    }
+
+    /// The connection, for its exchange. Whatever happens from now on, it does not go back as it was.
+    pub(crate) fn begin(&mut self) -> Option<&mut Conn> {
+        self.begun = true;
+        self.conn()
     }
 
     /// Waits until hyper can take another request. `false` when it never will.
@@ -142,20 +171,20 @@ impl Lease {
 
     /// Notes why the connection will be closed, before it is.
     pub(crate) fn close_because(&self, reason: CloseReason) {
-        if let Some(card) = &self.card {
+        if let Some(card) = self.held.as_ref().and_then(PoolHeld::item) {
             card.conn.meter().close_because(reason);
         }
     }
 
     /// Gives the connection back: the next exchange may have it.
     pub(crate) fn put_back(mut self) {
-        let Some(mut card) = self.card.take() else {
+        let Some(mut held) = self.held.take() else {
             return;
         };
-        card.served = card.served.saturating_add(1);
-        if let Some((surplus, reason)) = self.host.put_back(card) {
-            surplus.close(reason);
+        if let Some(card) = held.item_mut() {
+            card.served = card.served.saturating_add(1);
         }
+        held.put_back();
     }
 
     /// Closes the connection: what hyper still has to send is sent, within bounds.
@@ -167,26 +196,30 @@ impl Lease {
     /// Closes the connection where it stands, although hyper is still sending on it.
     pub(crate) fn abort(mut self, reason: CloseReason) {
         self.close_because(reason);
-        if let Some(card) = self.card.take() {
-            self.host.forget_busy();
+        if let Some(card) = self.take() {
             card.conn.abort();
         }
     }
 
     /// Lets go of a connection that has ended by itself; its task knows why.
     pub(crate) fn leave_to_its_end(mut self) {
-        if self.card.take().is_some() {
-            self.host.forget_busy();
-        }
+        drop(self.take());
+    }
+
+    fn take(&mut self) -> Option<Card> {
+        self.held.take().and_then(PoolHeld::leave)
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(card) = self.card.take() {
-            // Counts only where no reason was given: the exchange was dropped.
-            card.conn.meter().close_because(CloseReason::RequestDropped);
-            self.host.forget_busy();
+        if !self.begun {
+            // Goes back as it was.
+            return;
+        }
+        // Counts only where no reason was given: the exchange was dropped.
+        self.close_because(CloseReason::RequestDropped);
+        if let Some(card) = self.take() {
             // Nobody wants the rest of the request to be sent, and a peer that does not read must not
             // keep the connection.
             card.conn.abort();
@@ -194,21 +227,181 @@ impl Drop for Lease {
     }
 }
 
-/// A dial in progress, counted as such until it is dropped.
-struct Dialing<'a> {
-    host: &'a Host,
-    opened: Option<DialTimings>,
+/// A dial that was begun for a request in line.
+struct Dial {
+    stage: Arc<Stage>,
+    /// Brings the error. Closed without one once the connection has been handed over.
+    failed: oneshot::Receiver<Error>,
 }
 
-impl<'a> Dialing<'a> {
-    fn start(host: &'a Host) -> Self {
-        host.dial_started();
-        Dialing { host, opened: None }
+/// Waits in line for whichever comes first: a connection that is given back, or a dial of its own.
+///
+/// # Cancel safety
+///
+/// Dropping the future leaves the line. What it had been given is passed on, its dial is finished and pooled.
+async fn in_line(
+    shared: &Arc<Shared>,
+    origin: &Origin,
+    wish: Wish,
+    ticket: Ticket,
+    again: bool,
+) -> Result<Lease, Error> {
+    let (ear, mut news) = mpsc::unbounded_channel();
+    let asks = Asks {
+        who: Ear(ear),
+        ticket,
+        fresh: wish.fresh,
+        again,
+    };
+    // Dropped before the news are: whoever leaves the line is told nothing more.
+    let spot = match shared.desk.ask(origin, asks) {
+        Asked::Reuse(held) => return Lease::new(shared, origin, held),
+        Asked::InLine(spot) => spot,
+        Asked::Overloaded => {
+            return Err(Error::before_sending(ErrorKind::Overloaded, Phase::Queue));
+        }
+        Asked::Closed => return Err(pool_closed()),
+    };
+    let mut dial: Option<Dial> = None;
+    let out_of_patience = async {
+        match wish.until {
+            Some(until) => sleep_until(until).await,
+            None => pending().await,
+        }
+    };
+    tokio::pin!(out_of_patience);
+    loop {
+        let heard = tokio::select! {
+            biased;
+            // Out of line without news: the dial has failed, and its error is on its way.
+            Some(heard) = news.recv() => Some(heard),
+            ended = dial_ended(&mut dial) => match ended {
+                Some(error) => return Err(error),
+                // What it has brought is among the news already, unless its runtime is gone.
+                None => news.try_recv().ok(),
+            },
+            () = &mut out_of_patience => {
+                let phase = dial.map_or(Phase::Queue, |dial| dial.stage.phase());
+                let error = Error::before_sending(ErrorKind::AcquireTimeout, phase);
+                return Err(match spot.give_up() {
+                    Some(failure) => error.with_source(failure),
+                    None => error,
+                });
+            }
+        };
+        match heard {
+            Some(News::Connection(held)) => return Lease::new(shared, origin, held),
+            Some(News::MayDial(permit)) => dial = Some(start_dial(shared, origin, permit)),
+            Some(News::Closed) => return Err(pool_closed()),
+            None => {
+                let error = Error::before_sending(ErrorKind::Connect, Phase::Connect);
+                return Err(error.with_source("the runtime that dialled was shut down"));
+            }
+        }
     }
 }
 
-impl Drop for Dialing<'_> {
-    fn drop(&mut self) {
-        self.host.dial_ended(self.opened);
+fn pool_closed() -> Error {
+    Error::before_sending(ErrorKind::PoolClosed, Phase::Prepare)
+}
+
+async fn dial_ended(dial: &mut Option<Dial>) -> Option<Error> {
+    match dial {
+        Some(dial) => (&mut dial.failed).await.ok(),
+        None => pending().await,
     }
+}
+
+fn start_dial(shared: &Arc<Shared>, origin: &Origin, permit: PoolPermit) -> Dial {
+    let stage = Arc::new(Stage::default());
+    let (failing, failed) = oneshot::channel();
+    let dial = dial(
+        Arc::clone(shared),
+        origin.clone(),
+        permit,
+        Arc::clone(&stage),
+        failing,
+    );
+    tokio::spawn(dial.in_current_span());
+    Dial { stage, failed }
+}
+
+/// How long a dial goes on that nobody waits for any more: it may still be of use, and a lost SYN comes again
+/// after a second; but requests that are given up one after the other must not pile up dials into a void.
+const LOST_DIAL_PATIENCE: Duration = Duration::from_secs(2);
+
+async fn dial(
+    shared: Arc<Shared>,
+    origin: Origin,
+    permit: PoolPermit,
+    stage: Arc<Stage>,
+    mut failing: oneshot::Sender<Error>,
+) {
+    let result = tokio::select! {
+        biased;
+        result = shared.config.dialer.dial(&origin, &shared.counters, &stage) => result,
+        () = lost(&shared, &mut failing) => return,
+    };
+    match result {
+        Ok(dialed) => {
+            let card = open(&shared, &origin, &permit, dialed);
+            permit.opened(card);
+        }
+        Err(error) => {
+            Counters::add(&shared.counters.dials_failed);
+            permit.failed(DialFailure::of(&error));
+            // Whoever has been served otherwise does not hear of it.
+            let _ = failing.send(error);
+        }
+    }
+}
+
+/// Resolves when a dial that nobody waits for has gone on for long enough.
+async fn lost(shared: &Shared, failing: &mut oneshot::Sender<Error>) {
+    failing.closed().await;
+    tokio::select! {
+        () = sleep(LOST_DIAL_PATIENCE) => {}
+        () = shared.desk.closed() => {}
+    }
+}
+
+/// Starts the task of a new connection.
+fn open(shared: &Arc<Shared>, origin: &Origin, permit: &PoolPermit, dialed: Dialed) -> Card {
+    tracing::debug!(
+        server.address = origin.host(),
+        server.port = origin.port(),
+        network.peer.address = dialed.peer.map(|peer| tracing::field::display(peer.ip())),
+        network.peer.port = dialed.peer.map(|peer| peer.port()),
+        tls.resumed = dialed.handshake.map(|kind| kind == Handshake::Resumed),
+        took = ?dialed.timings.total(),
+        "connection opened"
+    );
+    let config = &shared.config;
+    let lifetime = config.max_lifetime.map(jittered);
+    let seat = permit.seat();
+    shared.enlist(seat.id(), dialed.conn.stop());
+    let kept = Kept {
+        origin: origin.clone(),
+        shared: Arc::downgrade(shared),
+        seat: Arc::clone(seat),
+        patience: config.idle_timeout.into_iter().chain(lifetime).min(),
+    };
+    let meter = Arc::clone(dialed.conn.meter());
+    tokio::spawn(keep(dialed.driver, kept, meter));
+    Card {
+        conn: dialed.conn,
+        peer: dialed.peer,
+        dial: dialed.timings,
+        handshake: dialed.handshake,
+        served: 0,
+        most: config.max_requests_per_connection,
+        born: stamp(),
+        lifetime,
+        seat: Arc::clone(seat),
+    }
+}
+
+/// Up to a tenth more or less, so that what was opened together does not end together.
+fn jittered(lifetime: Duration) -> Duration {
+    lifetime.mul_f64(0.9 + 0.2 * fastrand::f64())
 }

@@ -7,6 +7,7 @@
 pub(crate) mod body;
 pub(crate) mod builder;
 pub(crate) mod card;
+pub(crate) mod desk;
 pub(crate) mod keeper;
 pub(crate) mod lease;
 pub(crate) mod service;

@@ -8,6 +8,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use http::header::{CONTENT_LENGTH, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
@@ -24,7 +25,7 @@ use crate::error::{BoxError, Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::pool::body::{After, ResponseBody};
 use crate::pool::builder::{Builder, Config};
-use crate::pool::lease::Lease;
+use crate::pool::lease::{Lease, Wish};
 use crate::pool::state::Shared;
 use crate::rules::persist;
 use crate::stats::{CloseReason, Counters, RetryLedger, Stats};
@@ -63,7 +64,19 @@ use crate::wire::outgoing::{Head, OutBody, Outgoing, Upload};
 /// ```
 #[derive(Clone)]
 pub struct Pool {
+    handle: Arc<Handle>,
+}
+
+/// What all clones of a pool have in common. Requests under way hold what they need and not this.
+struct Handle {
     shared: Arc<Shared>,
+}
+
+impl Drop for Handle {
+    /// The last clone is gone: idle connections close, busy ones when their exchange is over.
+    fn drop(&mut self) {
+        self.shared.desk.retire();
+    }
 }
 
 impl Pool {
@@ -88,12 +101,42 @@ impl Pool {
         B::Data: Send,
         B::Error: Into<BoxError>,
     {
-        send(&self.shared, request).await
+        send(&self.handle.shared, request).await
     }
 
-    /// What the pool has done and saved so far.
+    /// What the pool has done and saved so far, and what it holds now.
     pub fn stats(&self) -> Stats {
-        self.shared.stats()
+        self.handle.shared.stats()
+    }
+
+    /// Closes the pool, for all its clones: exchanges that are under way may finish within `grace`, and what is
+    /// left then is cut. Resolves when nothing is open any more.
+    ///
+    /// From the call on, new requests and those that wait for a connection fail with
+    /// [`ErrorKind::PoolClosed`], which no retry layer repeats, and idle connections close: over TLS with a
+    /// close_notify, and waiting for the server to close too, for a second at most. An exchange, or a
+    /// response body that is still read, ends with the same kind of error when it is cut; what that says of the
+    /// request's [delivery](Error::delivery) is said as for any broken connection.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves the pool closed to new requests, and cuts nothing.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # async fn stop(pool: idempool::Pool) {
+    /// pool.close(std::time::Duration::from_secs(10)).await;
+    /// # }
+    /// ```
+    pub async fn close(&self, grace: Duration) {
+        let shared = &self.handle.shared;
+        shared.desk.close();
+        if timeout(grace, shared.desk.emptied()).await.is_err() {
+            shared.cut();
+            // What was cut takes no time. A goodbye that had begun before has a second of its own.
+            let _ = timeout(GOODBYE, shared.desk.emptied()).await;
+        }
     }
 }
 
@@ -101,7 +144,9 @@ impl Builder {
     /// Makes the pool. It opens nothing until the first request.
     pub fn build(self) -> Pool {
         Pool {
-            shared: Arc::new(Shared::new(self.config())),
+            handle: Arc::new(Handle {
+                shared: Arc::new(Shared::new(self.config())),
+            }),
         }
     }
 }
@@ -112,10 +157,11 @@ impl Default for Pool {
     }
 }
 
-/// Shows, for each origin, how many connections are idle, busy and being dialled.
+/// Shows, for each origin, how many connections are idle, busy, being dialled and closing, how many requests
+/// wait, and how long all that has been so.
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Pool").field(&self.shared).finish()
+        f.debug_tuple("Pool").field(&self.handle.shared).finish()
     }
 }
 
@@ -134,7 +180,7 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> ResponseFuture {
-        let shared = Arc::clone(&self.shared);
+        let shared = Arc::clone(&self.handle.shared);
         ResponseFuture(Box::pin(async move { send(&shared, request).await }))
     }
 }
@@ -158,6 +204,9 @@ impl fmt::Debug for ResponseFuture {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()
     }
 }
+
+/// How long a closed pool waits for the last goodbyes once all else is over.
+const GOODBYE: Duration = Duration::from_secs(1);
 
 /// A request with this field may be sent again whatever happens.
 const KEY_FIELD: HeaderName = HeaderName::from_static("idempotency-key");
@@ -237,18 +286,22 @@ async fn send_to(
     mut outgoing: Outgoing,
     must_be_fresh: bool,
 ) -> Result<Response<ResponseBody>, Error> {
-    let host = shared.host(origin);
     let called = now();
+    let patience = shared.config.acquire_timeout;
     let (mut moves_to_idle, mut moves_to_fresh) = (0, 0);
     let mut may_expect = outgoing.may_expect();
     loop {
         let fresh = must_be_fresh || moves_to_idle >= MOVES_TO_IDLE || moves_to_fresh > 0;
-        let mut lease = Lease::acquire(&host, fresh).await?;
+        let wish = Wish {
+            fresh,
+            until: patience.map(|patience| called + patience),
+        };
+        let mut lease = Lease::acquire(shared, origin, wish).await?;
         let method = outgoing.head.method.clone();
         let said_close = persist::has_connection_option(&outgoing.head.headers, "close");
         let sent = now();
         let is_reused = lease.facts().is_reused();
-        let Some(conn) = lease.conn() else {
+        let Some(conn) = lease.begin() else {
             // A new lease has its connection. There is no proof for what must not happen.
             return Err(Error::new(ErrorKind::ConnectionClosed, Phase::Unknown));
         };
@@ -284,6 +337,10 @@ async fn send_to(
             }
             Err(Failed { error, again }) => {
                 let error = error.with_connection(lease.facts().clone());
+                if shared.is_cut() {
+                    // The pool's own end; what is known of the delivery stays.
+                    return Err(error.with_kind(ErrorKind::PoolClosed));
+                }
                 if error.bytes_taken() > 0
                     && is_reused
                     && error.kind() == ErrorKind::ConnectionClosed
@@ -324,8 +381,11 @@ async fn answer(
     upload: Upload,
     timings: Timings,
 ) -> Response<ResponseBody> {
-    if lease.facts().is_reused() {
-        lease.host().note_saved();
+    let facts = lease.facts();
+    if facts.served > 0 {
+        let (dial, secure) = (facts.dial, facts.handshake.is_some());
+        let counters = &lease.shared().counters;
+        counters.saved(dial.round_trips, dial.total(), secure);
     }
     let (mut parts, incoming) = response.into_parts();
     let persistence = persist::after_response(

@@ -1,4 +1,5 @@
 //! Decisions without I/O, locks, clocks or awaits: everything comes in as an argument.
 
 pub(crate) mod persist;
+pub(crate) mod plan;
 pub(crate) mod shelf;

@@ -56,9 +56,9 @@ impl Dialer {
         &self,
         origin: &Origin,
         counters: &Arc<Counters>,
+        stage: &Stage,
     ) -> Result<Dialed, Error> {
-        let stage = Stage::default();
-        let dialing = self.dial_without_limit(origin, counters, &stage);
+        let dialing = self.dial_without_limit(origin, counters, stage);
         let Some(limit) = self.connect_timeout else {
             return dialing.await;
         };
@@ -128,14 +128,14 @@ impl Dialer {
 
 /// Where a dial is, readable after it was dropped by its time limit.
 #[derive(Debug, Default)]
-struct Stage(AtomicU8);
+pub(crate) struct Stage(AtomicU8);
 
 impl Stage {
     fn enter(&self, phase: Phase) {
         self.0.store(phase as u8, Relaxed);
     }
 
-    fn phase(&self) -> Phase {
+    pub(crate) fn phase(&self) -> Phase {
         let reached = self.0.load(Relaxed);
         let stages = [Phase::Resolve, Phase::Connect, Phase::Handshake];
         let found = stages.into_iter().find(|&phase| phase as u8 == reached);

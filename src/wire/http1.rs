@@ -3,11 +3,11 @@
 //! [`Conn`] sends; whoever holds it owns the connection's next exchange. [`Driver`] runs hyper and is
 //! polled by the connection's own task, which is why the end of a connection is seen when it comes and
 //! not when somebody looks. Dropping a `Conn` between exchanges closes the connection properly;
-//! dropping an exchange closes it at once, since HTTP/1.1 has no other way to give up a request.
+//! dropping an exchange stops it at once, since HTTP/1.1 has no other way to give up a request.
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -34,8 +34,51 @@ pub(crate) struct Conn {
     sender: http1::SendRequest<OutBody>,
     meter: Arc<Meter>,
     socket: Weak<Socket>,
-    abort: oneshot::Sender<()>,
+    stop: Stop,
     secure: bool,
+}
+
+/// The way to end a connection where it stands, for whoever holds it and for the end of the pool.
+#[derive(Clone, Debug)]
+pub(crate) struct Stop {
+    sender: Arc<Mutex<Option<oneshot::Sender<Parting>>>>,
+    meter: Weak<Meter>,
+}
+
+/// What becomes of a connection that was stopped.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Parting {
+    /// Its socket stays until the peer has closed too, within bounds.
+    Linger,
+    /// Its socket goes at once.
+    Now,
+}
+
+impl Stop {
+    fn take(&self) -> Option<oneshot::Sender<Parting>> {
+        let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        sender.take()
+    }
+
+    fn send(&self, parting: Parting) {
+        // The task may be gone already.
+        let _ = self.take().map(|sender| sender.send(parting));
+    }
+
+    /// Ends the connection at once, without a goodbye.
+    pub(crate) fn now(&self, reason: CloseReason) {
+        if let Some(meter) = self.meter.upgrade() {
+            meter.close_because(reason);
+        }
+        self.send(Parting::Now);
+    }
+}
+
+impl Drop for Conn {
+    fn drop(&mut self) {
+        // Tells the task that nobody will send on it any more.
+        drop(self.stop.take());
+    }
 }
 
 /// What the probe says of an idle connection.
@@ -65,17 +108,21 @@ pub(crate) async fn establish(
     secure: bool,
 ) -> Result<(Conn, Driver), hyper::Error> {
     let (sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    let (abort, aborted) = oneshot::channel();
+    let (stop, stopped) = oneshot::channel();
+    let stop = Stop {
+        sender: Arc::new(Mutex::new(Some(stop))),
+        meter: Arc::downgrade(&meter),
+    };
     let conn = Conn {
         sender,
         meter: Arc::clone(&meter),
         socket: Arc::downgrade(&socket),
-        abort,
+        stop,
         secure,
     };
     let driver = Driver {
         connection: Some(connection),
-        aborted: Some(aborted),
+        stopped: Some(stopped),
         parting: None,
         socket,
         meter,
@@ -192,10 +239,15 @@ impl Conn {
         })
     }
 
-    /// Drops the connection where it stands, a running upload included.
+    /// Drops the connection where it stands, a running upload included. The socket stays, silent, until the
+    /// peer has closed too, within bounds: so long the peer still has a connection.
     pub(crate) fn abort(self) {
-        // The task may be gone already.
-        let _ = self.abort.send(());
+        self.stop.send(Parting::Linger);
+    }
+
+    /// The way to end the connection for somebody who does not hold it.
+    pub(crate) fn stop(&self) -> Stop {
+        self.stop.clone()
     }
 }
 
@@ -207,7 +259,7 @@ pub(crate) const RECALL_WAIT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Driver {
     connection: Option<http1::Connection<TokioIo<Stream>, OutBody>>,
-    aborted: Option<oneshot::Receiver<()>>,
+    stopped: Option<oneshot::Receiver<Parting>>,
     /// Runs from the moment the other half is gone: hyper then sends what it still has, which takes
     /// for ever if the peer does not read.
     parting: Option<Pin<Box<Sleep>>>,
@@ -216,11 +268,19 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
+    /// Leaves a connection that has ended like this.
+    pub(crate) async fn leave(self, end: End) {
+        match end {
+            End::Stopped(Parting::Now) => {}
+            End::Stopped(Parting::Linger) | End::Over(_) => self.linger().await,
+        }
+    }
+
     /// Says goodbye to the peer: waits, within bounds, for it to close its side too.
     ///
     /// A socket that is closed with bytes unread, or to which bytes still come, answers with a reset.
     /// Over TLS there is such a byte almost always: the peer's own close_notify.
-    pub(crate) async fn linger(self) {
+    async fn linger(self) {
         let Driver { socket, meter, .. } = self;
         // For the counts it is closed now.
         drop(meter);
@@ -256,7 +316,7 @@ const LINGER_BYTES: usize = 16 * 1024;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum End {
     /// It was told to stop where it stood.
-    Aborted,
+    Stopped(Parting),
     /// hyper is done with it; for a connection that nobody used, this is what happened.
     Over(CloseReason),
 }
@@ -265,13 +325,13 @@ impl Future for Driver {
     type Output = End;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<End> {
-        if let Some(aborted) = &mut self.aborted
-            && let Poll::Ready(result) = Pin::new(aborted).poll(cx)
+        if let Some(stopped) = &mut self.stopped
+            && let Poll::Ready(result) = Pin::new(stopped).poll(cx)
         {
-            self.aborted = None;
-            if result.is_ok() {
+            self.stopped = None;
+            if let Ok(parting) = result {
                 self.connection = None;
-                return Poll::Ready(End::Aborted);
+                return Poll::Ready(End::Stopped(parting));
             }
             self.meter.part();
             self.parting = Some(Box::pin(sleep(LINGER_TIME)));
@@ -280,7 +340,7 @@ impl Future for Driver {
             && parting.as_mut().poll(cx).is_ready()
         {
             self.connection = None;
-            return Poll::Ready(End::Aborted);
+            return Poll::Ready(End::Stopped(Parting::Now));
         }
         let Some(connection) = &mut self.connection else {
             return Poll::Ready(End::Over(CloseReason::PeerClosedIdle));

@@ -1,0 +1,726 @@
+//! Who gets which connection: limits, the line of those who wait, and what comes next after each event.
+//!
+//! One value for a whole pool, driven by events and told the time; what is to be done is returned as
+//! [`Effects`] and done by the caller once the lock is released. Pure and generic over origins, connections
+//! and those who wait, so that a model test drives it with numbers.
+//!
+//! # Words
+//!
+//! A *seat* is the right to have one connection open. It is taken when a dial is allowed and given back when the
+//! connection is closed on both sides, so a connection in the course of closing still has one. A *ticket* is a
+//! place in line; a lower one is served first.
+//!
+//! # Invariants
+//!
+//! * Never more seats than [`Limits::connections`] in all and [`Limits::connections_per_origin`] for an origin,
+//!   nor more dials than [`Limits::dials_per_origin`].
+//! * `seats = idle + busy + dialing + closing`, for each origin and in all.
+//! * Nobody waits for a connection while one that they could use is idle, and nobody without a dial of their
+//!   own waits while both a seat and a dial are free.
+//! * First come, first served: a connection that comes back goes to the first in line who can use it, a free seat
+//!   to the first in line whose origin may have one more. A dial belongs to one ticket; its failure concerns
+//!   that one only, and what it brings goes to the first in line if its owner has been served otherwise.
+//! * With all seats taken, an origin whose first in line came earlier, and which has no connection at all or has
+//!   waited for [`PATIENCE`], gets the next seat that another origin's connection leaves.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::Hash;
+use std::time::Duration;
+
+use crate::clock::{Instant, Stamp};
+use crate::error::DialFailure;
+use crate::rules::shelf::{Expiry, Item, Shelf};
+use crate::stats::CloseReason;
+
+/// How much of everything there may be at a time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Connections in all, those being opened and closed included.
+    pub(crate) connections: usize,
+    /// The same, for one origin.
+    pub(crate) connections_per_origin: usize,
+    pub(crate) idle: usize,
+    pub(crate) idle_per_origin: usize,
+    /// Dials in progress to one origin.
+    pub(crate) dials_per_origin: usize,
+    /// Requests that wait for a connection to one origin without a dial of their own.
+    pub(crate) waiters_per_origin: usize,
+}
+
+/// How long an origin that has connections of its own waits for one of them to come back before another
+/// origin's is closed for it. Short waits are the normal state at the limit, and to close a connection for each
+/// would cost a dial each time.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A place in line. Lower ones came earlier.
+pub(crate) type Ticket = u64;
+
+/// Where an origin's state is kept. Valid as long as the origin has a seat or somebody in line.
+pub(crate) type Place = usize;
+
+/// What those who wait are told.
+#[derive(Debug, Eq, PartialEq)]
+pub(crate) enum Word<T> {
+    /// Here is a connection; where it was idle, since when. They are in line no more.
+    Connection(T, Option<Stamp>),
+    /// They may dial, and stay in line. They have a seat, and count as dialling until the dial's end is
+    /// reported.
+    Dial,
+    /// The pool was closed. They are in line no more.
+    Closed,
+}
+
+/// What is to be done once the lock is released.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Effects<T, W> {
+    pub(crate) told: Vec<Told<T, W>>,
+    pub(crate) closed: Vec<(T, CloseReason)>,
+}
+
+/// Somebody in line, and what they are told.
+#[derive(Debug)]
+pub(crate) struct Told<T, W> {
+    pub(crate) who: W,
+    pub(crate) place: Place,
+    pub(crate) ticket: Ticket,
+    pub(crate) word: Word<T>,
+}
+
+impl<T, W> Effects<T, W> {
+    pub(crate) fn none() -> Self {
+        Effects {
+            told: Vec::new(),
+            closed: Vec::new(),
+        }
+    }
+
+    fn close(&mut self, item: T, reason: CloseReason) {
+        self.closed.push((item, reason));
+    }
+}
+
+/// A request that asks to be put in line.
+#[derive(Debug)]
+pub(crate) struct Asks<W> {
+    pub(crate) who: W,
+    pub(crate) ticket: Ticket,
+    /// It must have a connection that has carried nothing yet.
+    pub(crate) fresh: bool,
+    /// It had been in line before, and what it got was no good: it is not turned away.
+    pub(crate) again: bool,
+}
+
+/// What asking for a connection leads to.
+#[derive(Debug, Eq, PartialEq)]
+pub(crate) enum Answer<T> {
+    /// An idle connection, which counts as busy from now on, and since when it was idle.
+    Reuse(Place, T, Stamp),
+    InLine(Place),
+    /// Too many wait already.
+    Overloaded,
+    Closed,
+}
+
+/// How many connections are in which state.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Gauges {
+    pub(crate) idle: usize,
+    pub(crate) busy: usize,
+    pub(crate) dialing: usize,
+    pub(crate) closing: usize,
+    /// Requests that wait for a connection, those with a dial of their own included.
+    pub(crate) waiting: usize,
+}
+
+/// One origin as it is now.
+#[derive(Clone, Debug)]
+pub(crate) struct Survey<K> {
+    pub(crate) key: K,
+    pub(crate) gauges: Gauges,
+    /// When the oldest connection was established.
+    pub(crate) oldest: Option<Instant>,
+    /// Since when the longest idle one has been idle.
+    pub(crate) longest_idle: Option<Instant>,
+    /// Since when the first in line has waited.
+    pub(crate) longest_wait: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Waiter<W> {
+    who: W,
+    fresh: bool,
+    since: Instant,
+    /// Has a dial of its own.
+    dials: bool,
+}
+
+#[derive(Debug)]
+struct Origin<K, T, W> {
+    key: K,
+    shelf: Shelf<T>,
+    busy: usize,
+    dialing: usize,
+    seats: usize,
+    line: BTreeMap<Ticket, Waiter<W>>,
+    /// Those in line who have no dial of their own.
+    undialed: BTreeSet<Ticket>,
+    /// The ticket under which the origin is in [`Plan::starved`].
+    starved_as: Option<Ticket>,
+    /// When each open connection was established.
+    born: Vec<(u64, Instant)>,
+    last_failure: Option<(Instant, DialFailure)>,
+}
+
+impl<K, T: Item, W> Origin<K, T, W> {
+    fn gauges(&self) -> Gauges {
+        let idle = self.shelf.len();
+        Gauges {
+            idle,
+            busy: self.busy,
+            dialing: self.dialing,
+            closing: self.seats - idle - self.busy - self.dialing,
+            waiting: self.line.len(),
+        }
+    }
+
+    /// How many more dials the origin's own limits allow.
+    fn room(&self, limits: &Limits) -> usize {
+        let seats = limits.connections_per_origin - self.seats;
+        seats.min(limits.dials_per_origin - self.dialing)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Mode {
+    Open,
+    /// All handles are gone: what is under way finishes, nothing is kept.
+    Retired,
+    /// Nothing new begins.
+    Closed,
+}
+
+/// The whole pool as a value.
+#[derive(Debug)]
+pub(crate) struct Plan<K, T, W> {
+    limits: Limits,
+    idle_timeout: Option<Duration>,
+    places: HashMap<K, Place>,
+    origins: Vec<Option<Origin<K, T, W>>>,
+    vacant: Vec<Place>,
+    /// Origins with somebody in line who has no dial although the origin's own limits would allow one, by
+    /// the first such ticket.
+    starved: BTreeSet<(Ticket, Place)>,
+    /// Sums over all origins.
+    seats: usize,
+    idle: usize,
+    busy: usize,
+    dialing: usize,
+    mode: Mode,
+}
+
+impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
+    pub(crate) fn new(limits: Limits, idle_timeout: Option<Duration>) -> Self {
+        Plan {
+            limits,
+            idle_timeout,
+            places: HashMap::new(),
+            origins: Vec::new(),
+            vacant: Vec::new(),
+            starved: BTreeSet::new(),
+            seats: 0,
+            idle: 0,
+            busy: 0,
+            dialing: 0,
+            mode: Mode::Open,
+        }
+    }
+
+    /// Takes an idle connection, which counts as busy from now on; `None` if there is none to be had.
+    pub(crate) fn reuse(
+        &mut self,
+        key: &K,
+        now: Stamp,
+        fx: &mut Effects<T, W>,
+    ) -> Option<(Place, T, Stamp)> {
+        let place = *self.places.get(key)?;
+        let (item, since) = self.take(place, now, fx)?;
+        Some((place, item, since))
+    }
+
+    /// Asks for a connection: an idle one at once, else a place in line. What the asker may do then (to dial,
+    /// most of the time) it is told like everybody in line.
+    pub(crate) fn ask(
+        &mut self,
+        key: &K,
+        asks: Asks<W>,
+        now: Stamp,
+        fx: &mut Effects<T, W>,
+    ) -> Answer<T> {
+        if self.mode == Mode::Closed {
+            return Answer::Closed;
+        }
+        let place = self.place_of(key);
+        if !asks.fresh
+            && let Some((item, since)) = self.take(place, now, fx)
+        {
+            return Answer::Reuse(place, item, since);
+        }
+        let limit = self.limits.waiters_per_origin;
+        let Some(origin) = self.origin(place) else {
+            return Answer::Closed;
+        };
+        let waiter = Waiter {
+            who: asks.who,
+            fresh: asks.fresh,
+            since: now.at,
+            dials: false,
+        };
+        origin.line.insert(asks.ticket, waiter);
+        origin.undialed.insert(asks.ticket);
+        self.settle(place, fx);
+        let Some(origin) = self.origin(place) else {
+            return Answer::Closed;
+        };
+        let is_surplus =
+            origin.undialed.contains(&asks.ticket) && origin.undialed.len() > limit && !asks.again;
+        if is_surplus {
+            self.cancel(place, asks.ticket, fx);
+            return Answer::Overloaded;
+        }
+        Answer::InLine(place)
+    }
+
+    /// Somebody in line does not want to wait any longer. Gives the last dial to the origin that failed while
+    /// they did.
+    pub(crate) fn cancel(
+        &mut self,
+        place: Place,
+        ticket: Ticket,
+        fx: &mut Effects<T, W>,
+    ) -> Option<DialFailure> {
+        let origin = self.origin(place)?;
+        // They may have been served already, and the place may be another origin's by now.
+        let waiter = origin.line.remove(&ticket)?;
+        origin.undialed.remove(&ticket);
+        let failure = origin.last_failure.as_ref();
+        let failure = failure.filter(|(at, _)| *at >= waiter.since);
+        let failure = failure.map(|(_, failure)| failure.clone());
+        self.settle(place, fx);
+        self.forget_if_unused(place);
+        failure
+    }
+
+    /// A dial has brought a connection: for its owner, else for whoever is next.
+    pub(crate) fn dialed(
+        &mut self,
+        place: Place,
+        ticket: Ticket,
+        item: T,
+        now: Stamp,
+        fx: &mut Effects<T, W>,
+    ) {
+        let Some(origin) = self.origin(place) else {
+            return fx.close(item, CloseReason::PoolDropped);
+        };
+        origin.dialing -= 1;
+        origin.born.push((item.id(), now.at));
+        if let Some(owner) = origin.line.remove(&ticket) {
+            origin.busy += 1;
+            fx.told.push(Told {
+                who: owner.who,
+                place,
+                ticket,
+                word: Word::Connection(item, None),
+            });
+            self.busy += 1;
+            self.dialing -= 1;
+            return self.settle(place, fx);
+        }
+        self.dialing -= 1;
+        self.offer(place, item, now, now, fx);
+    }
+
+    /// A dial has failed, which is its owner's to hear from whoever dialled. Its seat is given back apart.
+    pub(crate) fn dial_failed(
+        &mut self,
+        place: Place,
+        ticket: Ticket,
+        failure: Option<DialFailure>,
+        now: Stamp,
+        fx: &mut Effects<T, W>,
+    ) {
+        let Some(origin) = self.origin(place) else {
+            return;
+        };
+        origin.dialing -= 1;
+        origin.line.remove(&ticket);
+        if let Some(failure) = failure {
+            origin.last_failure = Some((now.at, failure));
+        }
+        self.dialing -= 1;
+        self.settle(place, fx);
+    }
+
+    /// A busy connection can carry the next exchange; it has been idle since then.
+    pub(crate) fn put_back(
+        &mut self,
+        place: Place,
+        item: T,
+        since: Stamp,
+        now: Stamp,
+        fx: &mut Effects<T, W>,
+    ) {
+        if let Some(origin) = self.origin(place) {
+            origin.busy -= 1;
+            self.busy -= 1;
+        }
+        self.offer(place, item, since, now, fx);
+    }
+
+    /// A busy connection will not come back. It keeps its seat until it is closed.
+    pub(crate) fn leave(&mut self, place: Place) {
+        if let Some(origin) = self.origin(place) {
+            origin.busy -= 1;
+            self.busy -= 1;
+        }
+    }
+
+    /// A connection is closed on both sides, or its dial has failed.
+    pub(crate) fn seat_freed(&mut self, place: Place, id: Option<u64>, fx: &mut Effects<T, W>) {
+        let Some(origin) = self.origin(place) else {
+            return;
+        };
+        origin.seats -= 1;
+        if let Some(at) = origin.born.iter().position(|(born, _)| Some(*born) == id) {
+            origin.born.swap_remove(at);
+        }
+        self.seats -= 1;
+        self.settle(place, fx);
+        self.forget_if_unused(place);
+    }
+
+    /// Takes this very connection off the shelf, if it is idle.
+    pub(crate) fn remove(&mut self, place: Place, id: u64) -> Option<T> {
+        let item = self.origin(place)?.shelf.remove(id)?;
+        self.idle -= 1;
+        Some(item)
+    }
+
+    /// Asks whether the time of this idle connection is over, and takes it off the shelf if so.
+    pub(crate) fn expire(&mut self, place: Place, id: u64, now: Stamp) -> Expiry<T> {
+        let Some(origin) = self.origin(place) else {
+            return Expiry::NotIdle;
+        };
+        let expiry = origin.shelf.expire(id, now);
+        if matches!(expiry, Expiry::Due(..)) {
+            self.idle -= 1;
+        }
+        expiry
+    }
+
+    /// Closes the idle connections of an origin that have come to their end.
+    pub(crate) fn sweep(&mut self, key: &K, now: Stamp, fx: &mut Effects<T, W>) {
+        let Some(&place) = self.places.get(key) else {
+            return;
+        };
+        if let Some(origin) = self.origin(place) {
+            let swept = origin.shelf.sweep(now);
+            self.idle -= swept.len();
+            fx.closed.extend(swept);
+        }
+    }
+
+    /// Begins the end: nobody waits any more, nothing idle stays, and what comes back is closed.
+    pub(crate) fn close(&mut self, fx: &mut Effects<T, W>) {
+        self.mode = Mode::Closed;
+        self.starved.clear();
+        for place in 0..self.origins.len() {
+            let Some(origin) = &mut self.origins[place] else {
+                continue;
+            };
+            origin.undialed.clear();
+            origin.starved_as = None;
+            for (ticket, waiter) in std::mem::take(&mut origin.line) {
+                fx.told.push(Told {
+                    who: waiter.who,
+                    place,
+                    ticket,
+                    word: Word::Closed,
+                });
+            }
+            let idle = origin.shelf.clear();
+            self.idle -= idle.len();
+            let idle = idle.into_iter();
+            fx.closed
+                .extend(idle.map(|item| (item, CloseReason::PoolClosed)));
+            self.forget_if_unused(place);
+        }
+    }
+
+    /// All handles are gone: idle connections close, and nothing is kept from now on.
+    pub(crate) fn retire(&mut self, fx: &mut Effects<T, W>) {
+        if self.mode == Mode::Open {
+            self.mode = Mode::Retired;
+        }
+        for origin in self.origins.iter_mut().flatten() {
+            let idle = origin.shelf.clear();
+            self.idle -= idle.len();
+            let idle = idle.into_iter();
+            fx.closed
+                .extend(idle.map(|item| (item, CloseReason::PoolDropped)));
+        }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.mode == Mode::Closed
+    }
+
+    /// How many connections there are, those being opened and closed included.
+    pub(crate) fn seats(&self) -> usize {
+        self.seats
+    }
+
+    /// Each origin that has a connection or somebody in line.
+    pub(crate) fn survey(&self) -> Vec<Survey<K>> {
+        let origins = self.origins.iter().flatten();
+        let survey = |origin: &Origin<K, T, W>| Survey {
+            key: origin.key.clone(),
+            gauges: origin.gauges(),
+            oldest: origin.born.iter().map(|(_, at)| *at).min(),
+            longest_idle: origin.shelf.oldest(),
+            longest_wait: origin.line.values().next().map(|waiter| waiter.since),
+        };
+        origins.map(survey).collect()
+    }
+
+    fn origin(&mut self, place: Place) -> Option<&mut Origin<K, T, W>> {
+        self.origins.get_mut(place)?.as_mut()
+    }
+
+    fn place_of(&mut self, key: &K) -> Place {
+        if let Some(&place) = self.places.get(key) {
+            return place;
+        }
+        let place = self.vacant.pop().unwrap_or_else(|| {
+            self.origins.push(None);
+            self.origins.len() - 1
+        });
+        self.origins[place] = Some(Origin {
+            key: key.clone(),
+            shelf: Shelf::new(self.idle_timeout, self.limits.idle_per_origin),
+            busy: 0,
+            dialing: 0,
+            seats: 0,
+            line: BTreeMap::new(),
+            undialed: BTreeSet::new(),
+            starved_as: None,
+            born: Vec::new(),
+            last_failure: None,
+        });
+        self.places.insert(key.clone(), place);
+        place
+    }
+
+    fn forget_if_unused(&mut self, place: Place) {
+        let Some(origin) = self.origin(place) else {
+            return;
+        };
+        if origin.seats > 0 || !origin.line.is_empty() {
+            return;
+        }
+        let key = origin.key.clone();
+        self.places.remove(&key);
+        self.origins[place] = None;
+        self.vacant.push(place);
+    }
+
+    /// The newest idle connection whose time is not over; what is found over closes.
+    fn take(&mut self, place: Place, now: Stamp, fx: &mut Effects<T, W>) -> Option<(T, Stamp)> {
+        loop {
+            let origin = self.origin(place)?;
+            let taken = origin.shelf.take(now)?;
+            if let Some(reason) = taken.over {
+                self.idle -= 1;
+                fx.close(taken.item, reason);
+                continue;
+            }
+            origin.busy += 1;
+            self.idle -= 1;
+            self.busy += 1;
+            return Some((taken.item, taken.since));
+        }
+    }
+
+    /// A connection that nobody holds goes to whoever is next, to the shelf, or to its end.
+    fn offer(&mut self, place: Place, item: T, since: Stamp, now: Stamp, fx: &mut Effects<T, W>) {
+        if self.mode == Mode::Closed {
+            return fx.close(item, CloseReason::PoolClosed);
+        }
+        if let Some(reason) = item.over(now) {
+            return fx.close(item, reason);
+        }
+        if self.must_yield(place, now.at) {
+            return fx.close(item, CloseReason::MadeRoom);
+        }
+        let is_retired = self.mode == Mode::Retired;
+        let Some(origin) = self.origin(place) else {
+            return fx.close(item, CloseReason::PoolDropped);
+        };
+        let mut next = None;
+        for (&ticket, waiter) in &origin.line {
+            if !waiter.fresh || item.is_unused() {
+                next = Some(ticket);
+                break;
+            }
+            if !waiter.dials {
+                // First in line, and needs the seat for a connection of its own.
+                return fx.close(item, CloseReason::MadeRoom);
+            }
+        }
+        let served = next.and_then(|ticket| Some((ticket, origin.line.remove(&ticket)?)));
+        if let Some((ticket, waiter)) = served {
+            origin.undialed.remove(&ticket);
+            origin.busy += 1;
+            self.busy += 1;
+            fx.told.push(Told {
+                who: waiter.who,
+                place,
+                ticket,
+                word: Word::Connection(item, Some(since)),
+            });
+            return self.settle(place, fx);
+        }
+        if is_retired {
+            return fx.close(item, CloseReason::PoolDropped);
+        }
+        if let Some(surplus) = origin.shelf.put(item, since) {
+            return fx.close(surplus, CloseReason::IdleLimit);
+        }
+        self.idle += 1;
+        if self.idle > self.limits.idle {
+            self.evict_oldest(CloseReason::IdleLimit, fx);
+        }
+        self.settle(place, fx);
+    }
+
+    /// Whether a connection of this origin must leave its seat to another origin, although somebody in line
+    /// could use it here.
+    fn must_yield(&mut self, place: Place, now: Instant) -> bool {
+        // The connection in hand has a seat and is in none of the other states.
+        let others_closing = self.closing() - 1;
+        if self.seats < self.limits.connections || others_closing > 0 {
+            return false;
+        }
+        let Some(origin) = self.origin(place) else {
+            return false;
+        };
+        let Some(own) = origin.line.keys().next().copied() else {
+            // Nobody here wants it: it goes to the shelf, and the longest idle one makes room.
+            return false;
+        };
+        self.starved.range(..(own, 0)).any(|(ticket, other)| {
+            let other = self.origins.get(*other).and_then(Option::as_ref);
+            other.is_some_and(|other| {
+                let since = other.line.get(ticket).map(|waiter| waiter.since);
+                other.seats == 0 || since.is_some_and(|since| now >= since + PATIENCE)
+            })
+        })
+    }
+
+    fn closing(&self) -> usize {
+        self.seats - self.idle - self.busy - self.dialing
+    }
+
+    /// Brings the line of this origin up to date, and lets dial whoever may.
+    fn settle(&mut self, place: Place, fx: &mut Effects<T, W>) {
+        self.refresh(place, fx);
+        while let Some(&(ticket, place)) = self.starved.first() {
+            if self.seats >= self.limits.connections {
+                self.make_room(fx);
+                return;
+            }
+            let Some(origin) = self.origin(place) else {
+                self.starved.pop_first();
+                continue;
+            };
+            origin.undialed.remove(&ticket);
+            if let Some(waiter) = origin.line.get_mut(&ticket) {
+                waiter.dials = true;
+                let who = waiter.who.clone();
+                origin.seats += 1;
+                origin.dialing += 1;
+                self.seats += 1;
+                self.dialing += 1;
+                fx.told.push(Told {
+                    who,
+                    place,
+                    ticket,
+                    word: Word::Dial,
+                });
+            }
+            self.refresh(place, fx);
+        }
+    }
+
+    /// Notes whether somebody in line at this origin could dial if only there were a seat.
+    fn refresh(&mut self, place: Place, fx: &mut Effects<T, W>) {
+        let limits = self.limits;
+        let Some(origin) = self.origins.get_mut(place).and_then(Option::as_mut) else {
+            return;
+        };
+        if let Some(ticket) = origin.starved_as.take() {
+            self.starved.remove(&(ticket, place));
+        }
+        let Some(&ticket) = origin.undialed.first() else {
+            return;
+        };
+        if origin.room(&limits) > 0 {
+            origin.starved_as = Some(ticket);
+            self.starved.insert((ticket, place));
+            return;
+        }
+        // Only one who must have a fresh connection waits beside idle ones: one of them makes room.
+        let gauges = origin.gauges();
+        let is_full = origin.seats >= limits.connections_per_origin;
+        if is_full
+            && gauges.closing == 0
+            && let Some(item) = origin.shelf.take_oldest()
+        {
+            self.idle -= 1;
+            fx.close(item, CloseReason::MadeRoom);
+        }
+    }
+
+    /// All seats are taken: closes as many of the longest idle connections as there are dials that wait for a
+    /// seat and none that is on its way.
+    fn make_room(&mut self, fx: &mut Effects<T, W>) {
+        let origins = &self.origins;
+        let wanted = self.starved.iter().map(|(_, place)| {
+            let origin = origins.get(*place).and_then(Option::as_ref);
+            origin.map_or(0, |origin| {
+                origin.undialed.len().min(origin.room(&self.limits))
+            })
+        });
+        let wanted: usize = wanted.sum();
+        while self.closing() < wanted && self.evict_oldest(CloseReason::MadeRoom, fx) {}
+    }
+
+    /// Closes the connection that has been idle longest, whatever its origin. `false` if none is idle.
+    fn evict_oldest(&mut self, reason: CloseReason, fx: &mut Effects<T, W>) -> bool {
+        let origins = self.origins.iter_mut().flatten();
+        let oldest = origins
+            .filter(|origin| origin.shelf.len() > 0)
+            .min_by_key(|origin| origin.shelf.oldest());
+        let Some(item) = oldest.and_then(|origin| origin.shelf.take_oldest()) else {
+            return false;
+        };
+        self.idle -= 1;
+        fx.close(item, reason);
+        true
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

@@ -1,0 +1,674 @@
+//! The plan against a model that keeps a plain list of connections and of those who wait.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::clock::stamp;
+
+/// A connection as the plan sees it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Thing {
+    id: u64,
+    used: bool,
+    ends: Option<Instant>,
+}
+
+impl Item for Thing {
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn over(&self, now: Stamp) -> Option<CloseReason> {
+        let is_over = self.ends.is_some_and(|end| now.at >= end);
+        is_over.then_some(CloseReason::Lifetime)
+    }
+
+    fn ends(&self) -> Option<Instant> {
+        self.ends
+    }
+
+    fn is_unused(&self) -> bool {
+        !self.used
+    }
+}
+
+const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum State {
+    Dialing,
+    Busy,
+    Idle,
+    Closing,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Connection {
+    origin: u8,
+    thing: Thing,
+    /// Of the dial.
+    ticket: Ticket,
+    place: Place,
+    state: State,
+    since: Stamp,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    origin: u8,
+    ticket: Ticket,
+    fresh: bool,
+    since: Stamp,
+    dials: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Ask {
+        origin: u8,
+        fresh: bool,
+    },
+    DialDone(usize),
+    DialFailed(usize),
+    /// The response has ended and the connection can be used again.
+    End(usize),
+    /// A lease is released although nothing was sent.
+    Release(usize),
+    /// An exchange is dropped or has failed.
+    Drop(usize),
+    /// The other side has closed too.
+    Gone(usize),
+    /// An idle connection ends by itself.
+    Ended(usize),
+    /// An idle connection's own timer fires.
+    Timer(usize),
+    Cancel(usize),
+    Tick(u64),
+    Sweep(u8),
+    Close,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let any = 0usize..64;
+    prop_oneof![
+        12 => (0u8..4, proptest::bool::weighted(0.2)).prop_map(|(origin, fresh)| Event::Ask { origin, fresh }),
+        8 => any.clone().prop_map(Event::DialDone),
+        2 => any.clone().prop_map(Event::DialFailed),
+        8 => any.clone().prop_map(Event::End),
+        2 => any.clone().prop_map(Event::Release),
+        3 => any.clone().prop_map(Event::Drop),
+        6 => any.clone().prop_map(Event::Gone),
+        1 => any.clone().prop_map(Event::Ended),
+        1 => any.clone().prop_map(Event::Timer),
+        3 => any.prop_map(Event::Cancel),
+        2 => (0u64..20).prop_map(Event::Tick),
+        1 => (0u8..4).prop_map(Event::Sweep),
+    ]
+}
+
+struct Model {
+    plan: Plan<u8, Thing, Ticket>,
+    limits: Limits,
+    now: Stamp,
+    connections: Vec<Connection>,
+    line: Vec<Waiting>,
+    next_ticket: Ticket,
+    next_id: u64,
+    lifetime: Option<Duration>,
+    closed: bool,
+    /// The connection that an event gives back at this moment.
+    in_hand: Option<u64>,
+}
+
+impl Model {
+    fn new(limits: Limits, lifetime: Option<Duration>) -> Self {
+        Model {
+            plan: Plan::new(limits, Some(IDLE_TIMEOUT)),
+            limits,
+            now: stamp(),
+            connections: Vec::new(),
+            line: Vec::new(),
+            next_ticket: 1,
+            next_id: 1,
+            lifetime,
+            closed: false,
+            in_hand: None,
+        }
+    }
+
+    fn pick(&self, state: State, at: usize) -> Option<usize> {
+        let found: Vec<_> = (0..self.connections.len())
+            .filter(|&at| self.connections[at].state == state)
+            .collect();
+        (!found.is_empty()).then(|| found[at % found.len()])
+    }
+
+    fn by_id(&mut self, id: u64) -> &mut Connection {
+        let found = self
+            .connections
+            .iter_mut()
+            .find(|connection| connection.thing.id == id);
+        found.expect("a connection that exists")
+    }
+
+    fn step(&mut self, event: Event) {
+        let mut fx = Effects::none();
+        match event {
+            Event::Ask { origin, fresh } => self.ask(origin, fresh, &mut fx),
+            Event::DialDone(at) => {
+                let Some(at) = self.pick(State::Dialing, at) else {
+                    return;
+                };
+                let now = self.now;
+                let ends = self.lifetime.map(|lifetime| now.at + lifetime);
+                let connection = &mut self.connections[at];
+                connection.thing.ends = ends;
+                connection.since = now;
+                let Connection {
+                    thing,
+                    place,
+                    ticket,
+                    ..
+                } = *connection;
+                self.in_hand = Some(thing.id);
+                self.plan.dialed(place, ticket, thing, now, &mut fx);
+            }
+            Event::DialFailed(at) => {
+                let Some(at) = self.pick(State::Dialing, at) else {
+                    return;
+                };
+                let Connection { place, ticket, .. } = self.connections[at];
+                // Its own request hears of it, and no other.
+                self.line.retain(|waiting| waiting.ticket != ticket);
+                self.connections[at].state = State::Closing;
+                self.plan
+                    .dial_failed(place, ticket, None, self.now, &mut fx);
+            }
+            Event::End(at) | Event::Release(at) => {
+                let Some(at) = self.pick(State::Busy, at) else {
+                    return;
+                };
+                let connection = &mut self.connections[at];
+                if matches!(event, Event::End(_)) {
+                    connection.thing.used = true;
+                    connection.since = self.now;
+                }
+                let Connection {
+                    thing,
+                    place,
+                    since,
+                    ..
+                } = *connection;
+                self.in_hand = Some(thing.id);
+                self.plan.put_back(place, thing, since, self.now, &mut fx);
+            }
+            Event::Drop(at) => {
+                let Some(at) = self.pick(State::Busy, at) else {
+                    return;
+                };
+                self.connections[at].state = State::Closing;
+                self.plan.leave(self.connections[at].place);
+            }
+            Event::Gone(at) => {
+                let Some(at) = self.pick(State::Closing, at) else {
+                    return;
+                };
+                let gone = self.connections.remove(at);
+                self.plan
+                    .seat_freed(gone.place, Some(gone.thing.id), &mut fx);
+            }
+            Event::Ended(at) => {
+                let Some(at) = self.pick(State::Idle, at) else {
+                    return;
+                };
+                let Connection { place, thing, .. } = self.connections[at];
+                assert_eq!(self.plan.remove(place, thing.id), Some(thing));
+                self.connections[at].state = State::Closing;
+            }
+            Event::Timer(at) => {
+                let Some(at) = self.pick(State::Idle, at) else {
+                    return;
+                };
+                let Connection {
+                    place,
+                    thing,
+                    since,
+                    ..
+                } = self.connections[at];
+                let is_over =
+                    since.until(self.now) >= IDLE_TIMEOUT || thing.over(self.now).is_some();
+                let expiry = self.plan.expire(place, thing.id, self.now);
+                assert_eq!(matches!(expiry, Expiry::Due(..)), is_over);
+                if is_over {
+                    self.connections[at].state = State::Closing;
+                }
+            }
+            Event::Cancel(at) => {
+                if self.line.is_empty() {
+                    return;
+                }
+                let at = at % self.line.len();
+                let waiting = self.line.remove(at);
+                let place = self.plan.places[&waiting.origin];
+                self.plan.cancel(place, waiting.ticket, &mut fx);
+            }
+            Event::Tick(seconds) => {
+                let time = Duration::from_secs(seconds);
+                self.now = Stamp {
+                    at: self.now.at + time,
+                    wall: self.now.wall + time,
+                };
+            }
+            Event::Sweep(origin) => self.plan.sweep(&origin, self.now, &mut fx),
+            Event::Close => {
+                self.closed = true;
+                self.plan.close(&mut fx);
+            }
+        }
+        self.carry_out(fx);
+        if let Some(id) = self.in_hand.take() {
+            // Neither given to anybody nor closed. Were it lost, the gauges would not agree.
+            self.by_id(id).state = State::Idle;
+        }
+        self.check();
+    }
+
+    fn ask(&mut self, origin: u8, fresh: bool, fx: &mut Effects<Thing, Ticket>) {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        let asks = Asks {
+            who: ticket,
+            ticket,
+            fresh,
+            again: false,
+        };
+        let waiting = Waiting {
+            origin,
+            ticket,
+            fresh,
+            since: self.now,
+            dials: false,
+        };
+        match self.plan.ask(&origin, asks, self.now, fx) {
+            Answer::Reuse(place, thing, since) => {
+                assert!(!fresh && !self.closed);
+                let now = self.now;
+                let idle = self.connections.iter().filter(|connection| {
+                    (connection.origin, connection.state) == (origin, State::Idle)
+                });
+                let newest = idle.map(|connection| connection.since.at).max();
+                let connection = self.by_id(thing.id);
+                assert_eq!((connection.state, connection.place), (State::Idle, place));
+                assert!(since.until(now) < IDLE_TIMEOUT && thing.over(now).is_none());
+                // Others that were newer were over, and are among the effects.
+                assert!(newest >= Some(since.at));
+                connection.state = State::Busy;
+            }
+            Answer::InLine(_) => self.line.push(waiting),
+            Answer::Overloaded => {
+                let others = self
+                    .line
+                    .iter()
+                    .filter(|waiting| waiting.origin == origin && !waiting.dials);
+                assert!(others.count() >= self.limits.waiters_per_origin);
+            }
+            Answer::Closed => assert!(self.closed),
+        }
+    }
+
+    /// Does what a pool does with the effects, and checks that each of them is allowed.
+    fn carry_out(&mut self, fx: Effects<Thing, Ticket>) {
+        for (thing, _) in fx.closed {
+            let in_hand = self.in_hand.take_if(|id| *id == thing.id).is_some();
+            let connection = self.by_id(thing.id);
+            assert!(
+                in_hand || connection.state == State::Idle,
+                "closed while in use"
+            );
+            connection.state = State::Closing;
+        }
+        for Told {
+            who,
+            place,
+            ticket,
+            word,
+        } in fx.told
+        {
+            assert_eq!(who, ticket);
+            let at = self
+                .line
+                .iter()
+                .position(|waiting| waiting.ticket == ticket);
+            let at = at.expect("told somebody who is not in line");
+            match word {
+                Word::Connection(thing, since) => {
+                    let waiting = self.line.remove(at);
+                    let in_hand = self.in_hand.take();
+                    assert_eq!(in_hand, Some(thing.id), "a connection out of nowhere");
+                    let is_own = since.is_none();
+                    let earlier = self.line.iter().any(|other| {
+                        other.origin == waiting.origin
+                            && other.ticket < ticket
+                            && (!other.fresh || !thing.used)
+                    });
+                    assert!(is_own || !earlier, "served out of turn");
+                    assert!(!waiting.fresh || !thing.used, "not a fresh one");
+                    let connection = self.by_id(thing.id);
+                    assert_eq!(connection.origin, waiting.origin);
+                    assert!(!is_own || connection.ticket == ticket);
+                    connection.state = State::Busy;
+                }
+                Word::Dial => {
+                    let waiting = self.line[at];
+                    assert!(!waiting.dials, "a second dial for one request");
+                    let is_passed_over = self.line.iter().any(|other| {
+                        other.ticket < ticket && !other.dials && other.origin == waiting.origin
+                    });
+                    assert!(!is_passed_over, "dials out of turn");
+                    self.line[at].dials = true;
+                    let thing = Thing {
+                        id: self.next_id,
+                        used: false,
+                        ends: None,
+                    };
+                    self.next_id += 1;
+                    self.connections.push(Connection {
+                        origin: waiting.origin,
+                        thing,
+                        ticket,
+                        place,
+                        state: State::Dialing,
+                        since: self.now,
+                    });
+                }
+                Word::Closed => {
+                    assert!(self.closed);
+                    self.line.remove(at);
+                }
+            }
+        }
+    }
+
+    fn count(&self, origin: Option<u8>, state: State) -> usize {
+        let counted = self.connections.iter().filter(|connection| {
+            origin.is_none_or(|origin| connection.origin == origin) && connection.state == state
+        });
+        counted.count()
+    }
+
+    fn check(&self) {
+        let limits = &self.limits;
+        let surveys = self.plan.survey();
+        for origin in 0..4 {
+            let survey = surveys.iter().find(|survey| survey.key == origin);
+            let gauges = survey.map(|survey| survey.gauges).unwrap_or_default();
+            let of = |state| self.count(Some(origin), state);
+            let line = || self.line.iter().filter(|waiting| waiting.origin == origin);
+            let expected = Gauges {
+                idle: of(State::Idle),
+                busy: of(State::Busy),
+                dialing: of(State::Dialing),
+                closing: of(State::Closing),
+                waiting: line().count(),
+            };
+            assert_eq!(gauges, expected, "origin {origin}");
+            assert_eq!(
+                survey.is_some(),
+                expected != Gauges::default(),
+                "kept for nothing"
+            );
+            let seats = gauges.idle + gauges.busy + gauges.dialing + gauges.closing;
+            assert!(seats <= limits.connections_per_origin);
+            assert!(gauges.dialing <= limits.dials_per_origin);
+            assert!(gauges.idle <= limits.idle_per_origin);
+            let oldest = line().map(|waiting| waiting.since.at).min();
+            assert_eq!(
+                survey.and_then(|survey| survey.longest_wait),
+                oldest,
+                "the longest wait"
+            );
+
+            let undialed = line().filter(|waiting| !waiting.dials);
+            let undialed: Vec<_> = undialed.collect();
+            assert!(undialed.len() <= limits.waiters_per_origin);
+            let could_use_idle = undialed.iter().any(|waiting| !waiting.fresh);
+            assert!(
+                !(could_use_idle && gauges.idle > 0),
+                "waits beside an idle connection"
+            );
+            let has_room =
+                seats < limits.connections_per_origin && gauges.dialing < limits.dials_per_origin;
+            let is_full = self.connections.len() >= limits.connections;
+            assert!(
+                undialed.is_empty() || !has_room || is_full,
+                "waits although it could dial"
+            );
+            // At a limit, what is idle goes, or is on its way already.
+            let blocked_here = !undialed.is_empty() && seats >= limits.connections_per_origin;
+            assert!(
+                !blocked_here || gauges.idle == 0 || gauges.closing > 0,
+                "idle ones keep a fresh one waiting"
+            );
+            let blocked_by_all = !undialed.is_empty() && has_room && is_full;
+            assert!(
+                !blocked_by_all
+                    || self.count(None, State::Idle) == 0
+                    || self.count(None, State::Closing) > 0,
+                "idle ones elsewhere keep it waiting"
+            );
+        }
+        assert!(self.connections.len() <= limits.connections);
+        assert_eq!(self.plan.seats(), self.connections.len());
+        assert!(self.count(None, State::Idle) <= limits.idle);
+        if self.closed {
+            assert!(self.line.is_empty() && self.count(None, State::Idle) == 0);
+        }
+    }
+
+    /// Lets everything under way come to its end.
+    fn run_out(&mut self) {
+        for _ in 0..10_000 {
+            if let Some(at) = self.pick(State::Dialing, 0) {
+                self.step(Event::DialDone(at));
+            } else if self.pick(State::Busy, 0).is_some() {
+                self.step(Event::End(0));
+            } else if self.pick(State::Closing, 0).is_some() {
+                self.step(Event::Gone(0));
+            } else {
+                return;
+            }
+        }
+        panic!("it goes on for ever");
+    }
+}
+
+fn limits() -> impl Strategy<Value = Limits> {
+    (
+        1usize..6,
+        1usize..5,
+        0usize..5,
+        0usize..4,
+        1usize..5,
+        0usize..6,
+    )
+        .prop_map(
+            |(connections, per_origin, idle, idle_per_origin, dials, waiters)| Limits {
+                connections,
+                connections_per_origin: per_origin,
+                idle,
+                idle_per_origin,
+                dials_per_origin: dials,
+                waiters_per_origin: if waiters == 5 { usize::MAX } else { waiters },
+            },
+        )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
+
+    /// dotnet/corefx#32262, aio-libs/aiohttp#4936, urllib3/urllib3#644, golang/go#32336: no limit is
+    /// exceeded, nobody starves, no seat is lost, every gauge is exact, after every step.
+    #[test]
+    fn whatever_happens_the_limits_hold_and_nobody_is_forgotten(
+        events in proptest::collection::vec(event(), 0..200),
+        limits in limits(),
+        lifetime in proptest::option::of(5u64..60),
+        closes in proptest::option::of(0usize..200),
+    ) {
+        let mut model = Model::new(limits, lifetime.map(Duration::from_secs));
+        for (at, event) in events.into_iter().enumerate() {
+            if closes == Some(at) {
+                model.step(Event::Close);
+            }
+            model.step(event);
+        }
+        model.run_out();
+        prop_assert!(model.line.is_empty(), "somebody waits for ever: {:?}", model.line);
+        prop_assert_eq!(model.count(None, State::Idle), model.connections.len());
+    }
+}
+
+const ONE: Limits = Limits {
+    connections: 1,
+    connections_per_origin: 1,
+    idle: 1,
+    idle_per_origin: 1,
+    dials_per_origin: 1,
+    waiters_per_origin: usize::MAX,
+};
+
+fn model(limits: Limits) -> Model {
+    Model::new(limits, None)
+}
+
+fn ask(origin: u8) -> Event {
+    Event::Ask {
+        origin,
+        fresh: false,
+    }
+}
+
+/// aio-libs/aiohttp#4936: the place is given, not offered; nobody who comes later can take it.
+#[test]
+fn a_connection_that_comes_back_belongs_to_the_first_in_line_at_once() {
+    let mut model = model(ONE);
+    for event in [ask(0), Event::DialDone(0), ask(0), Event::End(0), ask(0)] {
+        model.step(event);
+    }
+    assert_eq!(model.count(None, State::Busy), 1);
+    let waiting: Vec<_> = model.line.iter().map(|waiting| waiting.ticket).collect();
+    assert_eq!(waiting, [3], "the second has it, the third waits");
+}
+
+/// dotnet/runtime#60654: a failed dial concerns the request that it was made for.
+#[test]
+fn a_failed_dial_takes_nobody_but_its_owner_out_of_the_line() {
+    let mut model = model(ONE);
+    for event in [ask(0), ask(0), Event::DialFailed(0)] {
+        model.step(event);
+    }
+    let waiting: Vec<_> = model.line.iter().map(|waiting| waiting.ticket).collect();
+    assert_eq!(waiting, [2]);
+    model.step(Event::Gone(0));
+    assert!(model.line[0].dials, "and then it is the next one's turn");
+}
+
+/// golang/go#66442: who is served by a returned connection leaves a dial behind, which is finished and kept.
+#[test]
+fn a_dial_whose_owner_was_served_otherwise_is_kept() {
+    let two = Limits {
+        connections: 2,
+        connections_per_origin: 2,
+        idle: 2,
+        idle_per_origin: 2,
+        dials_per_origin: 2,
+        ..ONE
+    };
+    let mut model = model(two);
+    for event in [ask(0), Event::DialDone(0), ask(0), Event::End(0)] {
+        model.step(event);
+    }
+    assert_eq!(model.count(None, State::Busy), 1);
+    assert_eq!(model.count(None, State::Dialing), 1);
+    model.step(Event::DialDone(0));
+    assert_eq!(model.count(None, State::Idle), 1);
+}
+
+#[test]
+fn at_the_limit_of_all_the_longest_idle_connection_of_any_origin_makes_room() {
+    let two = Limits {
+        connections: 2,
+        idle: 2,
+        ..ONE
+    };
+    let mut model = model(two);
+    for origin in [0, 1] {
+        for event in [
+            ask(origin),
+            Event::DialDone(0),
+            Event::End(0),
+            Event::Tick(1),
+        ] {
+            model.step(event);
+        }
+    }
+    model.step(ask(2));
+    assert_eq!(model.count(Some(0), State::Closing), 1);
+    assert_eq!(model.count(Some(1), State::Idle), 1);
+    model.step(Event::Gone(0));
+    assert_eq!(model.count(Some(2), State::Dialing), 1);
+}
+
+#[test]
+fn an_origin_without_any_connection_gets_the_next_one_that_an_earlier_line_leaves() {
+    let mut model = model(ONE);
+    for event in [ask(0), Event::DialDone(0), ask(1), ask(0), Event::End(0)] {
+        model.step(event);
+    }
+    assert_eq!(model.count(Some(0), State::Closing), 1);
+    model.step(Event::Gone(0));
+    assert_eq!(model.count(Some(1), State::Dialing), 1);
+}
+
+#[test]
+fn an_origin_with_connections_of_its_own_is_given_anothers_only_after_a_while() {
+    let two = Limits {
+        connections: 2,
+        connections_per_origin: 2,
+        ..ONE
+    };
+    for (wait, yields) in [(0, false), (1, true)] {
+        let mut model = model(two);
+        for event in [
+            ask(0),
+            Event::DialDone(0),
+            ask(1),
+            Event::DialDone(0),
+            ask(1),
+            ask(0),
+            Event::Tick(wait),
+        ] {
+            model.step(event);
+        }
+        model.step(Event::End(0)); // that of origin 0
+        assert_eq!(
+            model.count(Some(0), State::Closing) == 1,
+            yields,
+            "{wait} s"
+        );
+    }
+}
+
+#[test]
+fn more_waiters_than_allowed_are_turned_away_at_once() {
+    let bounded = Limits {
+        waiters_per_origin: 1,
+        ..ONE
+    };
+    let mut model = model(bounded);
+    for _ in 0..3 {
+        model.step(ask(0));
+    }
+    // One dials, one waits.
+    assert_eq!(model.line.len(), 2);
+}
