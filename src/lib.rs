@@ -66,6 +66,7 @@
 //! * [`Pool`], [`Builder`]: connections, and the options with their defaults and reasons.
 //! * [`ResponseBody`]: gives its connection back before you see its end.
 //! * [`RetryLayer`], [`RetryPolicy`], [`ReplayBody`], [`IdempotencyKey`]: sending again.
+//! * [`Resolve`]: finding the addresses of a host.
 //! * [`Stats`], [`Timings`]: what reuse saved, and why connections were closed.
 //! * [`FreshConnection`], [`TreatAsIdempotent`]: marks on a request.
 //!
@@ -117,3 +118,4 @@ pub use retry::{
 };
 pub use stats::{ByReason, CloseReason, OriginStats, Refusal, RetryReason, Stats};
 pub use timings::{ConnectionFacts, DialTimings, Handshake, Timings};
+pub use wire::resolve::{Resolve, Resolving};

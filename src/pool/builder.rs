@@ -6,6 +6,7 @@ use http::uri::Scheme;
 
 use crate::rules::plan::Limits;
 use crate::wire::dial::Dialer;
+use crate::wire::resolve::{Resolve, Resolver};
 use crate::wire::socket::SocketOptions;
 use crate::wire::tls::TlsClient;
 
@@ -49,6 +50,7 @@ pub struct Builder {
     default_scheme: Scheme,
     expect_continue: Option<Duration>,
     options: SocketOptions,
+    resolver: Resolver,
     #[cfg(feature = "tls")]
     tls: Option<rustls::ClientConfig>,
 }
@@ -83,6 +85,7 @@ impl Builder {
                 keepalive: Some(Duration::from_secs(60)),
                 user_timeout: Some(Duration::from_secs(30)),
             },
+            resolver: Resolver::system(),
             #[cfg(feature = "tls")]
             tls: None,
         }
@@ -330,6 +333,20 @@ impl Builder {
         self
     }
 
+    /// Sets what finds the addresses of a host. Literal addresses never reach it.
+    ///
+    /// It is asked for each dial, and once more within the dial when no address of its answer can be connected to.
+    /// Nothing is cached here: a resolver that should remember does so itself. All addresses are tried, the next one
+    /// 250 ms after the one before or at once when that has failed; see [`Resolve::resolve`] for their order.
+    ///
+    /// # Default
+    /// The system's (`getaddrinfo`), which reads the hosts file, knows the local network's names, and caches where the
+    /// system does.
+    pub fn resolver(mut self, resolver: impl Resolve) -> Self {
+        self.resolver = Resolver::new(resolver);
+        self
+    }
+
     /// Sets the TLS configuration of all https connections: roots, client certificate, provider.
     ///
     /// ALPN is set to `http/1.1` whatever the configuration says, since that is what the pool speaks.
@@ -464,11 +481,7 @@ impl Builder {
             probe_patience: self.probe_patience,
             default_scheme: self.default_scheme,
             expect_continue: self.expect_continue,
-            dialer: Dialer {
-                connect_timeout: self.connect_timeout,
-                options: self.options,
-                tls,
-            },
+            dialer: Dialer::new(self.connect_timeout, self.options, tls, self.resolver),
         }
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::clock::{Instant, Stamp};
 use crate::origin::Origin;
 use crate::pool::desk::{Desk, Held, Line, News, Permit, Seat, Trade};
+use crate::rules::addresses::Address;
 use crate::rules::shelf::Item;
 use crate::stats::CloseReason;
 use crate::timings::{DialTimings, Handshake};
@@ -48,6 +49,8 @@ impl Line<Connections> for Ear {
 pub(crate) struct Card {
     pub(crate) conn: Conn,
     pub(crate) peer: Option<SocketAddr>,
+    /// The entry of its address in the origin's book, which counts those who hold it.
+    pub(crate) address: Arc<Address>,
     pub(crate) dial: DialTimings,
     pub(crate) handshake: Option<Handshake>,
     /// Requests carried so far.
@@ -71,8 +74,10 @@ impl Item for Card {
             return Some(CloseReason::RequestLimit);
         }
         let age = self.born.until(now);
-        let is_old = self.lifetime.is_some_and(|lifetime| age >= lifetime);
-        is_old.then_some(CloseReason::Lifetime)
+        if self.lifetime.is_some_and(|lifetime| age >= lifetime) {
+            return Some(CloseReason::Lifetime);
+        }
+        self.address.retired()
     }
 
     fn ends(&self) -> Option<Instant> {

@@ -342,6 +342,9 @@ async fn dial(
         result = shared.config.dialer.dial(&origin, &shared.counters, &stage) => result,
         () = lost(&shared, &mut failing) => return,
     };
+    if stage.addresses_retired() {
+        shared.desk.sweep(&origin);
+    }
     match result {
         Ok(dialed) => {
             let card = open(&shared, &origin, &permit, dialed);
@@ -391,6 +394,7 @@ fn open(shared: &Arc<Shared>, origin: &Origin, permit: &PoolPermit, dialed: Dial
     Card {
         conn: dialed.conn,
         peer: dialed.peer,
+        address: dialed.address,
         dial: dialed.timings,
         handshake: dialed.handshake,
         served: 0,

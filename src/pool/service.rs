@@ -109,6 +109,17 @@ impl Pool {
         self.handle.shared.stats()
     }
 
+    /// Closes the connections to an origin: idle ones now, the others when their exchange is over. The next
+    /// request resolves its name and connects anew.
+    ///
+    /// For whoever knows that the servers behind a name have changed before the pool can: it learns so from the
+    /// answers of the resolver, which it asks at each dial, and from [`Builder::max_lifetime`].
+    pub fn evict(&self, origin: &Origin) {
+        let shared = &self.handle.shared;
+        shared.config.dialer.evict(origin);
+        shared.desk.sweep(origin);
+    }
+
     /// Closes the pool, for all its clones: exchanges that are under way may finish within `grace`, and what is
     /// left then is cut. Resolves when nothing is open any more.
     ///

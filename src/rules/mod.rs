@@ -1,5 +1,6 @@
 //! Decisions without I/O, locks, clocks or awaits: everything comes in as an argument.
 
+pub(crate) mod addresses;
 pub(crate) mod persist;
 pub(crate) mod plan;
 pub(crate) mod shelf;

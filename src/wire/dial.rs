@@ -1,39 +1,55 @@
 //! Opens connections: name resolution, TCP to the first address that answers, TLS.
 //!
-//! Addresses are raced as [RFC 8305] says: families interleaved, the next one started 250 ms after the
-//! one before or as soon as that has failed, the first to connect wins. Only connections race, never
-//! requests. One time limit covers all of it.
+//! Addresses are raced as [RFC 8305] says: the next one started 250 ms after the one before or as soon as that
+//! has failed, the first to connect wins. In which order they are tried is decided in `rules/addresses.rs`. An
+//! attempt that was started goes on until it ends by itself or another one has won: no address has a time limit
+//! of its own. Only connections race, never requests. One time limit covers all of it.
 //!
+//! # Invariants
+//!
+//! * A dial holds the [`Address`] of each attempt from before it starts until it has ended; the connection that
+//!   comes of it holds its own from then on.
+//! * At most one socket leaves a dial. Whatever else was connected is closed when the dial ends.
+//! * TCP Fast Open stays off: data in a SYN may be delivered twice ([RFC 7413 section 6.3.1]).
+//! * The lock of the books is held for arithmetic only, never over an `await`.
+//!
+//! [RFC 7413 section 6.3.1]: https://www.rfc-editor.org/rfc/rfc7413.html#section-6.3.1
 //! [RFC 8305]: https://www.rfc-editor.org/rfc/rfc8305.html
 
+use std::collections::HashMap;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU8};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
-use crate::clock::now;
+use crate::clock::{Instant, now};
 use crate::error::{Error, ErrorKind, Phase};
 use crate::origin::Origin;
-use crate::stats::Counters;
+use crate::rules::addresses::{Address, Book, Order};
+use crate::stats::{CloseReason, Counters};
 use crate::timings::{DialTimings, Handshake};
 use crate::wire::http1::{Conn, Driver, establish};
 use crate::wire::meter::{Meter, Metered};
+use crate::wire::resolve::Resolver;
 use crate::wire::socket::SocketOptions;
 use crate::wire::tls::{Stream, TlsClient};
 
-/// Opens connections for a pool.
+/// Opens connections for a pool. Clones share what is known of the addresses.
 #[derive(Clone, Debug)]
 pub(crate) struct Dialer {
-    pub(crate) connect_timeout: Option<Duration>,
-    pub(crate) options: SocketOptions,
-    pub(crate) tls: TlsClient,
+    connect_timeout: Option<Duration>,
+    options: SocketOptions,
+    tls: TlsClient,
+    resolver: Resolver,
+    books: Books,
 }
 
 /// A connection that was just opened.
@@ -42,12 +58,45 @@ pub(crate) struct Dialed {
     pub(crate) conn: Conn,
     pub(crate) driver: Driver,
     pub(crate) peer: Option<SocketAddr>,
+    /// To be held for as long as the connection is open: that is how connections to an address are counted.
+    pub(crate) address: Arc<Address>,
     pub(crate) timings: DialTimings,
     pub(crate) handshake: Option<Handshake>,
 }
 
+/// A socket that has just connected, and what that took.
+#[derive(Debug)]
+struct Opened<T> {
+    socket: T,
+    address: Arc<Address>,
+    resolve: Duration,
+    connect: Duration,
+}
+
+/// What a dial has tried, for whoever takes the outcome down once it is over, however it ended.
+#[derive(Debug, Default)]
+struct Progress {
+    tried: Vec<SocketAddr>,
+    connected: Option<SocketAddr>,
+}
+
 impl Dialer {
-    /// Opens a connection to the origin.
+    pub(crate) fn new(
+        connect_timeout: Option<Duration>,
+        options: SocketOptions,
+        tls: TlsClient,
+        resolver: Resolver,
+    ) -> Self {
+        Dialer {
+            connect_timeout,
+            options,
+            tls,
+            resolver,
+            books: Books::default(),
+        }
+    }
+
+    /// Opens a connection to the origin. `stage` tells whoever else has it how far that is.
     ///
     /// # Cancel safety
     ///
@@ -58,44 +107,202 @@ impl Dialer {
         counters: &Arc<Counters>,
         stage: &Stage,
     ) -> Result<Dialed, Error> {
-        let dialing = self.dial_without_limit(origin, counters, stage);
-        let Some(limit) = self.connect_timeout else {
-            return dialing.await;
+        let finish = |opened| self.finish(origin, counters, stage, opened);
+        self.dial_by(origin, stage, connect_tcp, finish).await
+    }
+
+    /// Retires all addresses of the origin, so that what is open to them now carries no further request. A later
+    /// dial begins with a new answer of the resolver and without a memory of failures.
+    pub(crate) fn evict(&self, origin: &Origin) {
+        self.books.evict(origin);
+    }
+
+    /// A dial, whatever connects and whatever makes a connection of the result: tests have no need of a network.
+    async fn dial_by<T, C, D, F>(
+        &self,
+        origin: &Origin,
+        stage: &Stage,
+        connect: impl Fn(SocketAddr) -> C,
+        finish: impl FnOnce(Opened<T>) -> F,
+    ) -> Result<D, Error>
+    where
+        C: Future<Output = io::Result<T>>,
+        F: Future<Output = Result<D, Error>>,
+    {
+        let mut progress = Progress::default();
+        let dialing = async {
+            let opened = self.open(origin, stage, &mut progress, &connect).await?;
+            finish(opened).await
         };
-        match timeout(limit, dialing).await {
-            Ok(result) => result,
-            Err(elapsed) => {
+        let result = match self.connect_timeout {
+            None => dialing.await,
+            Some(limit) => timeout(limit, dialing).await.unwrap_or_else(|elapsed| {
                 let error = Error::before_sending(ErrorKind::ConnectTimeout, stage.phase());
                 Err(error.with_source(elapsed))
+            }),
+        };
+        match (&result, progress.connected) {
+            (Ok(_), Some(socket)) => self.books.worked(origin, socket),
+            // It accepts connections and does nothing with them.
+            (Err(_), Some(socket)) => self.books.failed(origin, &[socket]),
+            // Some of them were still being connected to when the time was over: they failed by that.
+            (_, None) => self.books.failed(origin, &progress.tried),
+        }
+        result
+    }
+
+    /// Resolution and TCP. When no address of an answer can be connected to, the name may lead elsewhere by now, so it
+    /// is resolved once more, for addresses that were not tried yet.
+    async fn open<T, C>(
+        &self,
+        origin: &Origin,
+        stage: &Stage,
+        progress: &mut Progress,
+        connect: &impl Fn(SocketAddr) -> C,
+    ) -> Result<Opened<T>, Error>
+    where
+        C: Future<Output = io::Result<T>>,
+    {
+        let started = now();
+        let order = self.look_up(origin, stage, &[]).await?;
+        let mut resolve = now() - started;
+        stage.enter(Phase::Connect);
+        let mut result = self.race(origin, order, progress, connect).await;
+        if result.is_err() && literal(origin).is_none() {
+            let asked = now();
+            let again = self.look_up(origin, stage, &progress.tried).await;
+            resolve += now() - asked;
+            stage.enter(Phase::Connect);
+            // Where that brings nothing new, what went wrong before stands.
+            if let Ok(order) = again
+                && !order.is_empty()
+            {
+                result = self.race(origin, order, progress, connect).await;
+            }
+        }
+        let (socket, address) = result.map_err(|error| {
+            Error::before_sending(ErrorKind::Connect, Phase::Connect).with_source(error)
+        })?;
+        Ok(Opened {
+            socket,
+            address,
+            resolve,
+            connect: (now() - started).saturating_sub(resolve),
+        })
+    }
+
+    /// Resolves the origin's name and says in which order to try the addresses that were not tried yet.
+    async fn look_up(
+        &self,
+        origin: &Origin,
+        stage: &Stage,
+        tried: &[SocketAddr],
+    ) -> Result<Order, Error> {
+        stage.enter(Phase::Resolve);
+        let failed = |source: io::Error| {
+            Error::before_sending(ErrorKind::Resolve, Phase::Resolve).with_source(source)
+        };
+        let asked = now();
+        let found = match literal(origin) {
+            Some(address) => vec![address],
+            None => {
+                let resolving = self.resolver.resolve(origin.host(), origin.port());
+                resolving.await.map_err(failed)?
+            }
+        };
+        if found.is_empty() {
+            return Err(failed(io::Error::new(
+                io::ErrorKind::NotFound,
+                "no address",
+            )));
+        }
+        let (order, any_gone) = self.books.answer(origin, &found, asked, tried);
+        if any_gone {
+            stage.note_retired();
+        }
+        Ok(order)
+    }
+
+    /// Connects to the first address that answers. The error is that of the last one that did not.
+    async fn race<T, C>(
+        &self,
+        origin: &Origin,
+        mut order: Order,
+        progress: &mut Progress,
+        connect: &impl Fn(SocketAddr) -> C,
+    ) -> io::Result<(T, Arc<Address>)>
+    where
+        C: Future<Output = io::Result<T>>,
+    {
+        let mut running = Vec::new();
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "no address");
+        loop {
+            if let Some(address) = order.next() {
+                let socket = address.socket_addr();
+                progress.tried.push(socket);
+                running.push(Attempt {
+                    address,
+                    started: now(),
+                    connecting: Box::pin(connect(socket)),
+                });
+            } else if running.is_empty() {
+                return Err(last);
+            }
+            let more = !order.is_empty();
+            let next_start = async {
+                if more {
+                    sleep(ATTEMPT_DELAY).await;
+                } else {
+                    std::future::pending::<()>().await;
+                }
+            };
+            tokio::select! {
+                biased;
+                (ended, result) = first_to_end(&mut running) => match result {
+                    Ok(socket) => {
+                        progress.connected = Some(ended.address.socket_addr());
+                        // Who lost in spite of a whole delay's start is tried last for a while, as if it had failed.
+                        // Else a black hole at the head of the list would delay every dial.
+                        let is_overtaken = |other: &&Attempt<C>| {
+                            ended.started.saturating_duration_since(other.started) >= ATTEMPT_DELAY
+                        };
+                        let overtaken = running.iter().filter(is_overtaken);
+                        let overtaken: Vec<_> = overtaken.map(|other| other.address.socket_addr()).collect();
+                        self.books.failed(origin, &overtaken);
+                        return Ok((socket, ended.address));
+                    }
+                    Err(error) => {
+                        self.books.failed(origin, &[ended.address.socket_addr()]);
+                        last = error;
+                    }
+                },
+                () = next_start => {}
             }
         }
     }
 
-    async fn dial_without_limit(
+    /// Makes a connection of a socket: options, TLS, hyper's handshake, which does no I/O.
+    async fn finish(
         &self,
         origin: &Origin,
         counters: &Arc<Counters>,
         stage: &Stage,
+        opened: Opened<TcpStream>,
     ) -> Result<Dialed, Error> {
-        let started = now();
-        stage.enter(Phase::Resolve);
-        let addresses = resolve(origin).await?;
-        let resolved = now();
-
-        stage.enter(Phase::Connect);
-        let socket = connect(addresses).await.map_err(|error| {
-            Error::before_sending(ErrorKind::Connect, Phase::Connect).with_source(error)
-        })?;
+        let Opened {
+            socket,
+            address,
+            resolve,
+            connect,
+        } = opened;
         self.options.apply(&socket);
-        let connected = now();
-
         let meter = Meter::new(Arc::clone(counters), origin.is_https());
         let stream = Metered::new(socket, Arc::clone(&meter));
         let shared = Arc::clone(stream.socket());
         let peer = stream.peer_addr();
         let mut timings = DialTimings {
-            resolve: resolved - started,
-            connect: connected - resolved,
+            resolve,
+            connect,
             handshake: Duration::ZERO,
             round_trips: 1,
         };
@@ -120,112 +327,34 @@ impl Dialer {
             conn,
             driver,
             peer,
+            address,
             timings,
             handshake,
         })
     }
 }
 
-/// Where a dial is, readable after it was dropped by its time limit.
-#[derive(Debug, Default)]
-pub(crate) struct Stage(AtomicU8);
-
-impl Stage {
-    fn enter(&self, phase: Phase) {
-        self.0.store(phase as u8, Relaxed);
-    }
-
-    pub(crate) fn phase(&self) -> Phase {
-        let reached = self.0.load(Relaxed);
-        let stages = [Phase::Resolve, Phase::Connect, Phase::Handshake];
-        let found = stages.into_iter().find(|&phase| phase as u8 == reached);
-        found.unwrap_or(Phase::Resolve)
-    }
-}
-
-async fn resolve(origin: &Origin) -> Result<Vec<SocketAddr>, Error> {
-    if let Ok(address) = origin.host().parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(address, origin.port())]);
-    }
-    let failed = |source: io::Error| {
-        Error::before_sending(ErrorKind::Resolve, Phase::Resolve).with_source(source)
-    };
-    let found = tokio::net::lookup_host((origin.host(), origin.port())).await;
-    let addresses = interleave(found.map_err(failed)?);
-    if addresses.is_empty() {
-        return Err(failed(io::Error::new(
-            io::ErrorKind::NotFound,
-            "no address",
-        )));
-    }
-    Ok(addresses)
-}
-
-/// Alternates between the families, beginning with that of the first address: the resolver's
-/// preference (RFC 8305 section 4).
-fn interleave(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
-    let mut addresses = addresses.peekable();
-    let Some(first_is_v6) = addresses.peek().map(SocketAddr::is_ipv6) else {
-        return Vec::new();
-    };
-    let (first, second): (Vec<_>, Vec<_>) =
-        addresses.partition(|address| address.is_ipv6() == first_is_v6);
-    let (mut first, mut second) = (first.into_iter(), second.into_iter());
-    let mut order = Vec::new();
-    loop {
-        let pair = (first.next(), second.next());
-        if pair == (None, None) {
-            return order;
-        }
-        order.extend(pair.0);
-        order.extend(pair.1);
-    }
-}
-
 /// RFC 8305 section 5: the recommended delay between two attempts.
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
-type Attempt = Pin<Box<dyn Future<Output = io::Result<TcpStream>> + Send>>;
+/// Nothing is set before connecting, TCP Fast Open least of all.
+async fn connect_tcp(to: SocketAddr) -> io::Result<TcpStream> {
+    TcpStream::connect(to).await
+}
 
-/// Connects to the first address that answers. The error is that of the last one that did not.
-async fn connect(addresses: Vec<SocketAddr>) -> io::Result<TcpStream> {
-    let mut waiting = addresses.into_iter();
-    let mut running: Vec<Attempt> = Vec::new();
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "no address");
-    loop {
-        let more = match waiting.next() {
-            Some(address) => {
-                running.push(Box::pin(TcpStream::connect(address)));
-                waiting.len() > 0
-            }
-            None if running.is_empty() => return Err(last),
-            None => false,
-        };
-        let next_start = async {
-            if more {
-                sleep(ATTEMPT_DELAY).await;
-            } else {
-                std::future::pending::<()>().await;
-            }
-        };
-        tokio::select! {
-            biased;
-            result = first_to_end(&mut running) => match result {
-                Ok(stream) => return Ok(stream),
-                Err(error) => last = error,
-            },
-            () = next_start => {}
-        }
-    }
+/// A connection that is being opened to one address.
+struct Attempt<C> {
+    address: Arc<Address>,
+    started: Instant,
+    connecting: Pin<Box<C>>,
 }
 
 /// Resolves when one of the attempts has ended, and takes it out.
-async fn first_to_end(running: &mut Vec<Attempt>) -> io::Result<TcpStream> {
+async fn first_to_end<C: Future>(running: &mut Vec<Attempt<C>>) -> (Attempt<C>, C::Output) {
     poll_fn(|cx| {
         for at in 0..running.len() {
-            if let Poll::Ready(result) = running[at].as_mut().poll(cx) {
-                drop(running.remove(at));
-                return Poll::Ready(result);
+            if let Poll::Ready(result) = running[at].connecting.as_mut().poll(cx) {
+                return Poll::Ready((running.remove(at), result));
             }
         }
         Poll::Pending
@@ -233,49 +362,99 @@ async fn first_to_end(running: &mut Vec<Attempt>) -> io::Result<TcpStream> {
     .await
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The address of an origin whose host is one.
+fn literal(origin: &Origin) -> Option<SocketAddr> {
+    let address: IpAddr = origin.host().parse().ok()?;
+    Some(SocketAddr::new(address, origin.port()))
+}
 
-    fn addresses(list: &[&str]) -> Vec<SocketAddr> {
-        let parse = |text: &&str| SocketAddr::new(text.parse().expect("an address"), 80);
-        list.iter().map(parse).collect()
+/// Where a dial is and what it found, readable by others than the one who waits for it, and after it was dropped.
+#[derive(Debug, Default)]
+pub(crate) struct Stage {
+    phase: AtomicU8,
+    addresses_retired: AtomicBool,
+}
+
+impl Stage {
+    fn enter(&self, phase: Phase) {
+        self.phase.store(phase as u8, Relaxed);
     }
 
-    #[test]
-    fn families_alternate_from_the_resolvers_first() {
-        let found = addresses(&["::1", "::2", "::3", "127.0.0.1", "127.0.0.2"]);
-        let order = addresses(&["::1", "127.0.0.1", "::2", "127.0.0.2", "::3"]);
-        assert_eq!(interleave(found.into_iter()), order);
+    /// What the dial is at: resolving before it has begun.
+    pub(crate) fn phase(&self) -> Phase {
+        let reached = self.phase.load(Relaxed);
+        let stages = [Phase::Resolve, Phase::Connect, Phase::Handshake];
+        let found = stages.into_iter().find(|&phase| phase as u8 == reached);
+        found.unwrap_or(Phase::Resolve)
     }
 
-    #[tokio::test]
-    async fn a_refused_address_is_followed_by_the_next_at_once() {
-        let live = tokio::net::TcpListener::bind("127.0.0.1:0")
-            .await
-            .expect("bind");
-        let dead = {
-            let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
-                .await
-                .expect("bind");
-            listener.local_addr().expect("address")
-        };
-        let live = live.local_addr().expect("address");
-        let stream = connect(vec![dead, live]).await.expect("the second answers");
-        assert_eq!(stream.peer_addr().expect("peer"), live);
+    fn note_retired(&self) {
+        self.addresses_retired.store(true, Release);
     }
 
-    #[tokio::test]
-    async fn when_no_address_answers_the_error_is_the_last_ones() {
-        let dead = {
-            let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
-                .await
-                .expect("bind");
-            listener.local_addr().expect("address")
-        };
-        let error = connect(vec![dead, dead])
-            .await
-            .expect_err("nobody is there");
-        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    /// Whether the dial found out that addresses are gone: idle connections to them should close. It can find so
+    /// and fail.
+    pub(crate) fn addresses_retired(&self) -> bool {
+        self.addresses_retired.load(Acquire)
     }
 }
+
+/// What is known of the addresses of each origin.
+#[derive(Clone, Debug, Default)]
+struct Books(Arc<Mutex<HashMap<Origin, Book>>>);
+
+/// Books kept although nothing is open to their addresses any more, for what is known of failures; as many as
+/// the pool keeps unused origins. Beyond this many those are forgotten.
+const MAX_UNUSED_BOOKS: usize = 1024;
+
+impl Books {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Origin, Book>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes in an answer. Returns what to try, and whether an address is gone by it.
+    fn answer(
+        &self,
+        origin: &Origin,
+        found: &[SocketAddr],
+        asked: Instant,
+        tried: &[SocketAddr],
+    ) -> (Order, bool) {
+        let mut books = self.lock();
+        if books.len() >= MAX_UNUSED_BOOKS && !books.contains_key(origin) {
+            books.retain(|_, book| book.is_used());
+        }
+        let book = books.entry(origin.clone()).or_default();
+        let now = now();
+        let any_gone = book.answer(found, asked, now);
+        (book.order(now, tried), any_gone)
+    }
+
+    fn failed(&self, origin: &Origin, sockets: &[SocketAddr]) {
+        if sockets.is_empty() {
+            return;
+        }
+        if let Some(book) = self.lock().get_mut(origin) {
+            let now = now();
+            for &socket in sockets {
+                book.failed(socket, now);
+            }
+        }
+    }
+
+    fn worked(&self, origin: &Origin, socket: SocketAddr) {
+        if let Some(book) = self.lock().get_mut(origin) {
+            book.worked(socket);
+        }
+    }
+
+    fn evict(&self, origin: &Origin) {
+        if let Some(mut book) = self.lock().remove(origin) {
+            book.retire_all(CloseReason::Evicted);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "dial_tests.rs"]
+mod tests;

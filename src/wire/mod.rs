@@ -9,5 +9,6 @@ pub(crate) mod evidence;
 pub(crate) mod http1;
 pub(crate) mod meter;
 pub(crate) mod outgoing;
+pub(crate) mod resolve;
 pub(crate) mod socket;
 pub(crate) mod tls;

@@ -18,6 +18,7 @@ const ORDER: &[&str] = &[
     "rules/persist",
     "rules/shelf",
     "rules/plan",
+    "rules/addresses",
     // Wire: the only I/O.
     "wire/socket",
     "wire/meter",
@@ -25,6 +26,7 @@ const ORDER: &[&str] = &[
     "wire/evidence",
     "wire/tls",
     "wire/http1",
+    "wire/resolve",
     "wire/dial",
     // Retry: requests, deliveries, errors; not the pool.
     "retry/sf",

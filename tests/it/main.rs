@@ -18,6 +18,7 @@ mod logging;
 #[cfg(target_os = "linux")]
 mod network;
 mod persistence;
+mod resolve;
 mod retry;
 mod stale;
 mod tls;
