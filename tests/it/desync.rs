@@ -149,8 +149,8 @@ async fn a_408_on_an_idle_connection_is_discarded_without_a_word() {
     assert!(!logs.debug().is_empty(), "the capture works");
 }
 
-/// Moves the pool on only while every connection that it has begun to open was greeted by the peer, so
-/// that the greeting is there before the request.
+/// Moves the call on only while every connection that the pool has begun to open was greeted by the peer, so
+/// that the greeting is there before the request. Dials and connections have tasks of their own, which go on.
 async fn send_after_greeting(
     pool: &Pool,
     greeted: &AtomicUsize,
@@ -160,9 +160,7 @@ async fn send_after_greeting(
     loop {
         let stats = pool.stats();
         let begun = stats.connections_opened + stats.dialing;
-        hold_runtime_until("a greeting", || greeted.load(SeqCst) as u64 >= begun);
-        // The runtime hears of it before the pool goes on.
-        tokio::task::yield_now().await;
+        eventually("a greeting", || greeted.load(SeqCst) as u64 >= begun).await;
         let poll = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await;
         if let Poll::Ready(result) = poll {
             return result;
