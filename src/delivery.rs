@@ -4,6 +4,7 @@
 //! acts on it, and neither knows the other.
 
 use std::fmt;
+use std::time::Duration;
 
 /// What is known of a failed request's delivery. Ordered: a later one is less safe to send again.
 ///
@@ -91,6 +92,25 @@ impl fmt::Display for Delivery {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct FreshConnection;
 
+/// A request extension: how long this request may take, in place of the pool's
+/// [`request_timeout`](crate::Builder::request_timeout).
+///
+/// Zero fails at once, before anything is sent. `Duration::MAX` is no limit. Under a retry layer it is each
+/// attempt's time, as the pool's option is.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// # fn main() -> Result<(), http::Error> {
+/// let request = http::Request::get("https://pay.example/report")
+///     .extension(idempool::RequestTimeout(Duration::from_secs(5)))
+///     .body(idempool::ReplayBody::empty())?;
+/// # drop(request); Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct RequestTimeout(pub Duration);
+
 /// A request extension: the caller states that this request is idempotent although its method is not.
 ///
 /// It puts nothing on the wire. Use it for a POST that is really a query, or for one whose effect the
@@ -108,8 +128,9 @@ pub struct TreatAsIdempotent;
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct ResendCount(pub u32);
 
-/// A request extension: the retry layer may send this request again whatever happens, so evidence of
-/// its delivery is not worth a system call.
+/// A request extension: the retry layer will send this request again if its connection fails, as far as its
+/// budget reaches. So evidence of its delivery is not worth a system call, and it need not wait for a
+/// connection that looks dead.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Repeatable;
 

@@ -68,7 +68,7 @@
 //! * [`RetryLayer`], [`RetryPolicy`], [`ReplayBody`], [`IdempotencyKey`]: sending again.
 //! * [`Resolve`]: finding the addresses of a host.
 //! * [`Stats`], [`Timings`]: what reuse saved, and why connections were closed.
-//! * [`FreshConnection`], [`TreatAsIdempotent`]: marks on a request.
+//! * [`FreshConnection`], [`TreatAsIdempotent`], [`RequestTimeout`]: marks on a request.
 //!
 //! `docs/delivery.md` in the repository has the whole decision table and the limits of each proof,
 //! `docs/defaults.md` every number, `docs/architecture.md` the code.
@@ -76,8 +76,8 @@
 //! # What is not there
 //!
 //! HTTP/1.1 over TCP and TLS is all that is spoken: no HTTP/2 or HTTP/3 yet, no proxies, no `CONNECT`, no
-//! protocol upgrades. No limit on connections in use, no timeout for a response but
-//! [`RetryPolicy::deadline`]. No redirects, cookies, decompression or JSON: other tower layers do that.
+//! protocol upgrades. No limit on connections in use. No redirects, cookies, decompression or JSON: other tower
+//! layers do that.
 //!
 //! # Features
 //!
@@ -106,7 +106,9 @@ mod sync;
 mod timings;
 mod wire;
 
-pub use delivery::{Delivery, FreshConnection, PeerEnd, ResendCount, TreatAsIdempotent};
+pub use delivery::{
+    Delivery, FreshConnection, PeerEnd, RequestTimeout, ResendCount, TreatAsIdempotent,
+};
 pub use error::{Attempt, BoxError, EarlierAttempts, Error, ErrorKind, Phase};
 pub use origin::Origin;
 pub use pool::body::ResponseBody;

@@ -10,13 +10,15 @@ use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::runtime::Handle;
-use tokio::time::{Sleep, sleep, timeout};
+use tokio::time::{Sleep, sleep, sleep_until, timeout};
 
+use crate::clock::{Instant, now};
 use crate::error::{Error, ErrorKind};
 use crate::pool::lease::Lease;
 use crate::rules::persist::Persistence;
@@ -33,7 +35,9 @@ use crate::wire::outgoing::Upload;
 /// # Errors
 ///
 /// A body that ends before its framing says so is an error, never a short success:
-/// [`ErrorKind::ResponseBody`](crate::ErrorKind::ResponseBody).
+/// [`ErrorKind::ResponseBody`](crate::ErrorKind::ResponseBody). A body whose time is over ends with
+/// [`ErrorKind::BodyTimeout`](crate::ErrorKind::BodyTimeout) or
+/// [`ErrorKind::RequestTimeout`](crate::ErrorKind::RequestTimeout), to whoever reads it.
 #[derive(Default)]
 pub struct ResponseBody {
     /// `None` when all is done: read to the end, failed, or empty.
@@ -44,6 +48,42 @@ struct Reading {
     incoming: Incoming,
     ended: bool,
     after: After,
+    wait: Wait,
+}
+
+/// How long the reader may be kept waiting.
+struct Wait {
+    /// When the time of the whole request is over.
+    deadline: Option<Instant>,
+    /// How long nothing may come.
+    idle: Option<Duration>,
+    /// Runs while nothing comes, and tells which limit it will have been. A body that is always ready has none.
+    timer: Option<(Pin<Box<Sleep>>, ErrorKind)>,
+}
+
+impl Wait {
+    /// Something has come. Gives the limit that was over before.
+    fn heard(&mut self) -> Option<ErrorKind> {
+        self.timer = None;
+        let is_late = self.deadline.is_some_and(|deadline| now() >= deadline);
+        is_late.then_some(ErrorKind::RequestTimeout)
+    }
+
+    /// Nothing has come. Resolves when a limit is over.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ErrorKind> {
+        if self.timer.is_none() {
+            let idle = self.idle.and_then(|idle| now().checked_add(idle));
+            let idle = idle.map(|at| (at, ErrorKind::BodyTimeout));
+            let request = self.deadline.map(|at| (at, ErrorKind::RequestTimeout));
+            let first = request.into_iter().chain(idle).min_by_key(|&(at, _)| at);
+            self.timer = first.map(|(at, kind)| (Box::pin(sleep_until(at)), kind));
+        }
+        let Some((timer, kind)) = &mut self.timer else {
+            return Poll::Pending;
+        };
+        ready!(timer.as_mut().poll(cx));
+        Poll::Ready(*kind)
+    }
 }
 
 /// What happens to the connection after the response.
@@ -145,11 +185,18 @@ impl After {
 }
 
 impl ResponseBody {
-    pub(crate) fn reading(incoming: Incoming, after: After) -> Self {
+    pub(crate) fn reading(incoming: Incoming, after: After, deadline: Option<Instant>) -> Self {
+        let lease = after.lease.as_ref();
+        let idle = lease.and_then(|lease| lease.shared().config.body_idle_timeout);
         let reading = Reading {
             incoming,
             ended: false,
             after,
+            wait: Wait {
+                deadline,
+                idle,
+                timer: None,
+            },
         };
         ResponseBody {
             reading: Some(Box::new(reading)),
@@ -169,23 +216,30 @@ impl Body for ResponseBody {
             return Poll::Ready(None);
         };
         if !reading.ended {
-            match ready!(Pin::new(&mut reading.incoming).poll_frame(cx)) {
-                Some(Ok(frame)) => return Poll::Ready(Some(Ok(frame))),
-                Some(Err(error)) => {
-                    let mut error = evidence::of_response_body(error);
-                    if let Some(lease) = reading.after.lease.take() {
-                        if lease.shared().is_cut() {
-                            error = error.with_kind(ErrorKind::PoolClosed);
-                        }
-                        error = error
-                            .with_origin(lease.origin())
-                            .with_connection(lease.facts().clone());
+            let over = match Pin::new(&mut reading.incoming).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => match reading.wait.heard() {
+                    None => return Poll::Ready(Some(Ok(frame))),
+                    over => over,
+                },
+                Poll::Ready(Some(Err(error))) => {
+                    let error = evidence::of_response_body(error);
+                    let error = reading.fail(error, |lease| {
                         lease.close(CloseReason::ExchangeFailed);
-                    }
+                    });
                     self.reading = None;
                     return Poll::Ready(Some(Err(error)));
                 }
-                None => reading.ended = true,
+                Poll::Ready(None) => {
+                    reading.ended = true;
+                    None
+                }
+                Poll::Pending => Some(ready!(reading.wait.poll(cx))),
+            };
+            if let Some(kind) = over {
+                let error = evidence::of_body_limit(kind);
+                let error = reading.fail(error, |lease| lease.abort(CloseReason::TimedOut));
+                self.reading = None;
+                return Poll::Ready(Some(Err(error)));
             }
         }
         ready!(reading.after.poll_settle(cx));
@@ -215,12 +269,27 @@ impl Drop for ResponseBody {
 }
 
 impl Reading {
+    /// Adds to an error where it happened, and ends the connection.
+    fn fail(&mut self, mut error: Error, how: impl FnOnce(Lease)) -> Error {
+        if let Some(lease) = self.after.lease.take() {
+            if lease.shared().is_cut() {
+                error = error.with_kind(ErrorKind::PoolClosed);
+            }
+            error = error
+                .with_origin(lease.origin())
+                .with_connection(lease.facts().clone());
+            how(lease);
+        }
+        error
+    }
+
     /// The caller wants no more of it. Keeps the connection where that is cheap.
     fn give_up(self) {
         let Reading {
             mut incoming,
             ended,
             mut after,
+            ..
         } = self;
         let Some(mut lease) = after.lease.take() else {
             return;

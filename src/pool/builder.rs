@@ -288,8 +288,11 @@ impl Builder {
     ///
     /// When it is over, whatever the request was at fails with
     /// [`ErrorKind::RequestTimeout`](crate::ErrorKind::RequestTimeout), and [`phase`](crate::Error::phase) tells
-    /// what that was. Its connection closes, if it had one. Each attempt of a retry layer has this time for itself;
+    /// what that was. Its connection closes, if it had one; that of a response body when somebody reads on. Each
+    /// attempt of a retry layer has this time for itself;
     /// [`RetryPolicy::deadline`](crate::RetryPolicy::deadline) bounds them together. `None`: no limit.
+    ///
+    /// The extension [`RequestTimeout`](crate::RequestTimeout) sets another time for one request.
     ///
     /// # Default
     /// `None`: how long an operation may take only its caller knows.

@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, sleep_until};
 use tracing::Instrument;
 
-use crate::clock::{Instant, stamp};
+use crate::clock::{Instant, now, stamp};
 use crate::error::{DialFailure, Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::pool::card::{Card, Ear, PoolHeld, PoolPermit};
@@ -49,8 +49,8 @@ pub(crate) struct Lease {
 pub(crate) struct Wish {
     /// A connection that has carried nothing yet.
     pub(crate) fresh: bool,
-    /// When the caller's patience ends.
-    pub(crate) until: Option<Instant>,
+    /// When the wait for it must end, and what it is then called.
+    pub(crate) until: Option<(Instant, ErrorKind)>,
 }
 
 impl Lease {
@@ -67,6 +67,11 @@ impl Lease {
     ) -> Result<Lease, Error> {
         let ticket = shared.desk.ticket();
         let mut again = false;
+        if let Some((until, kind)) = wish.until
+            && now() >= until
+        {
+            return Err(Error::before_sending(kind, Phase::Queue));
+        }
         loop {
             let idle = match wish.fresh {
                 true => None,
@@ -265,7 +270,10 @@ async fn in_line(
     let mut dial: Option<Dial> = None;
     let out_of_patience = async {
         match wish.until {
-            Some(until) => sleep_until(until).await,
+            Some((until, kind)) => {
+                sleep_until(until).await;
+                kind
+            }
             None => pending().await,
         }
     };
@@ -280,9 +288,9 @@ async fn in_line(
                 // What it has brought is among the news already, unless its runtime is gone.
                 None => news.try_recv().ok(),
             },
-            () = &mut out_of_patience => {
+            kind = &mut out_of_patience => {
                 let phase = dial.map_or(Phase::Queue, |dial| dial.stage.phase());
-                let error = Error::before_sending(ErrorKind::AcquireTimeout, phase);
+                let error = Error::before_sending(kind, phase);
                 return Err(match spot.give_up() {
                     Some(failure) => error.with_source(failure),
                     None => error,

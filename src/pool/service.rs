@@ -19,8 +19,10 @@ use tokio::time::timeout;
 use tower_service::Service;
 use tracing::Instrument;
 
-use crate::clock::now;
-use crate::delivery::{FreshConnection, Repeatable, ResendCount, TreatAsIdempotent};
+use crate::clock::{Instant, now};
+use crate::delivery::{
+    FreshConnection, Repeatable, RequestTimeout, ResendCount, TreatAsIdempotent,
+};
 use crate::error::{BoxError, Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::pool::body::{After, ResponseBody};
@@ -30,7 +32,7 @@ use crate::pool::state::Shared;
 use crate::rules::persist;
 use crate::stats::{CloseReason, Counters, RetryLedger, Stats};
 use crate::timings::Timings;
-use crate::wire::http1::{Failed, RECALL_WAIT};
+use crate::wire::http1::{Failed, Limits, RECALL_WAIT};
 use crate::wire::outgoing::{Head, OutBody, Outgoing, Upload};
 
 /// A pool of HTTP/1.1 connections. Cheap to clone; all clones share the connections.
@@ -242,7 +244,7 @@ where
         .map_or(0, |count| count.0);
     let result = match prepare(request, &shared.config) {
         Err(error) => Err(error),
-        Ok((origin, outgoing, must_be_fresh)) => {
+        Ok((origin, outgoing, must_be_fresh, time)) => {
             let span = tracing::debug_span!(
                 "http.client.request",
                 http.request.method = outgoing.head.method.as_str(),
@@ -255,7 +257,7 @@ where
                 error.r#type = tracing::field::Empty,
                 idempool.delivery = tracing::field::Empty,
             );
-            let result = send_to(shared, &origin, outgoing, must_be_fresh)
+            let result = send_to(shared, &origin, outgoing, must_be_fresh, time)
                 .instrument(span.clone())
                 .await;
             record(&span, &result);
@@ -296,17 +298,22 @@ async fn send_to(
     origin: &Origin,
     mut outgoing: Outgoing,
     must_be_fresh: bool,
+    time: Option<Duration>,
 ) -> Result<Response<ResponseBody>, Error> {
     let called = now();
+    let deadline = time.and_then(|time| called.checked_add(time));
     let patience = shared.config.acquire_timeout;
+    let patience = patience.and_then(|patience| called.checked_add(patience));
+    let until = [
+        deadline.map(|at| (at, ErrorKind::RequestTimeout)),
+        patience.map(|at| (at, ErrorKind::AcquireTimeout)),
+    ];
+    let until = until.into_iter().flatten().min_by_key(|(at, _)| *at);
     let (mut moves_to_idle, mut moves_to_fresh) = (0, 0);
     let mut may_expect = outgoing.may_expect();
     loop {
         let fresh = must_be_fresh || moves_to_idle >= MOVES_TO_IDLE || moves_to_fresh > 0;
-        let wish = Wish {
-            fresh,
-            until: patience.map(|patience| called + patience),
-        };
+        let wish = Wish { fresh, until };
         let mut lease = Lease::acquire(shared, origin, wish).await?;
         let method = outgoing.head.method.clone();
         let said_close = persist::has_connection_option(&outgoing.head.headers, "close");
@@ -320,7 +327,14 @@ async fn send_to(
             .config
             .expect_continue
             .filter(|_| may_expect && is_reused);
-        match conn.exchange(outgoing, expect).await {
+        let watch = shared.config.ack_timeout;
+        let limits = Limits {
+            head: shared.config.response_head_timeout,
+            request: deadline,
+            // A fresh connection has just shown that somebody is there.
+            ack: watch.filter(|_| is_reused && outgoing.is_repeatable),
+        };
+        match conn.exchange(outgoing, expect, limits).await {
             Ok((response, recall)) => {
                 let refuses_to_be_asked = expect.is_some()
                     && response.status() == StatusCode::EXPECTATION_FAILED
@@ -344,7 +358,10 @@ async fn send_to(
                     connection: lease.facts().clone(),
                     ledger: RetryLedger(Arc::clone(&shared.counters)),
                 };
-                return Ok(answer(response, lease, &method, said_close, upload, timings).await);
+                return Ok(answer(
+                    response, lease, &method, said_close, upload, timings, deadline,
+                )
+                .await);
             }
             Err(Failed { error, again }) => {
                 let error = error.with_connection(lease.facts().clone());
@@ -361,6 +378,9 @@ async fn send_to(
                 if again.is_some() {
                     // Nothing happened on it, so how it ended is for its task to say.
                     lease.leave_to_its_end();
+                } else if error.is_timeout() {
+                    // The answer may come yet, and must find nobody.
+                    lease.abort(CloseReason::TimedOut);
                 } else {
                     lease.close(CloseReason::ExchangeFailed);
                 }
@@ -391,6 +411,7 @@ async fn answer(
     said_close: bool,
     upload: Upload,
     timings: Timings,
+    deadline: Option<Instant>,
 ) -> Response<ResponseBody> {
     let facts = lease.facts();
     if facts.served > 0 {
@@ -412,13 +433,17 @@ async fn answer(
         after.settle().await;
         ResponseBody::default()
     } else {
-        ResponseBody::reading(incoming, after)
+        ResponseBody::reading(incoming, after, deadline)
     };
     Response::from_parts(parts, body)
 }
 
+/// A request that is ready for the wire: where it goes, what goes, whether its connection must be fresh, and
+/// how long it may take.
+type Prepared = (Origin, Outgoing, bool, Option<Duration>);
+
 /// Brings a request into the form for the wire, and finds its origin.
-fn prepare<B>(request: Request<B>, config: &Config) -> Result<(Origin, Outgoing, bool), Error>
+fn prepare<B>(request: Request<B>, config: &Config) -> Result<Prepared, Error>
 where
     B: Body + Send + 'static,
     B::Data: Send,
@@ -469,10 +494,14 @@ where
         _ => Version::HTTP_11,
     };
     let mut extensions = parts.extensions;
-    let is_repeatable = method.is_idempotent()
+    // Two different things: the one may be sent again by whoever likes to, the other will be.
+    let is_repeatable = extensions.remove::<Repeatable>().is_some();
+    let is_safe_twice = is_repeatable
+        || method.is_idempotent()
         || headers.contains_key(KEY_FIELD)
-        || extensions.get::<TreatAsIdempotent>().is_some()
-        || extensions.remove::<Repeatable>().is_some();
+        || extensions.get::<TreatAsIdempotent>().is_some();
+    let own_time = extensions.remove::<RequestTimeout>();
+    let time = own_time.map(|RequestTimeout(time)| time);
     let must_be_fresh = extensions.remove::<FreshConnection>().is_some();
     let head = Head {
         method,
@@ -484,7 +513,13 @@ where
     let outgoing = Outgoing {
         head,
         body,
-        wants_evidence: !is_repeatable,
+        wants_evidence: !is_safe_twice,
+        is_repeatable,
     };
-    Ok((origin, outgoing, must_be_fresh))
+    Ok((
+        origin,
+        outgoing,
+        must_be_fresh,
+        time.or(config.request_timeout),
+    ))
 }

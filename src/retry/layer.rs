@@ -268,8 +268,14 @@ impl<'p> Course<'p> {
         if self.history.resends > 0 {
             extensions.insert(FreshConnection);
         }
-        if self.class != Class::Unkeyed {
+        let is_repeatable = self.class != Class::Unkeyed
+            && self.replay.is_lasting()
+            && self.policy.allows_another(&self.history);
+        if is_repeatable {
             extensions.insert(Repeatable);
+        } else {
+            // A layer above would not send it again either, once it has been through this one.
+            extensions.remove::<Repeatable>();
         }
         request
     }

@@ -356,6 +356,11 @@ impl RetryPolicy {
         self.budget.as_ref()
     }
 
+    /// Whether the number of attempts allows one more if the next one fails with its effect open.
+    pub(crate) fn allows_another(&self, history: &History) -> bool {
+        history.counted + 1 < self.max_attempts
+    }
+
     /// Decides with this policy's own random source.
     pub(crate) fn decide(&self, situation: &Situation, history: &History) -> Decision {
         let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
@@ -441,7 +446,7 @@ impl RetryPolicy {
         let within = if evidence.is_proof_of_no_effect() {
             history.unsent < self.max_unsent
         } else {
-            history.counted + 1 < self.max_attempts
+            self.allows_another(history)
         };
         let repeated = history.of(evidence) > 0;
         let held_to_one =

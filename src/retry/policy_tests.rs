@@ -86,6 +86,11 @@ fn every_cell_of_the_decision_table_holds() {
                 .with_connection(connection(served)),
         )
     };
+    let silent = |served| {
+        classify_error(
+            &error(ErrorKind::Unacknowledged, Phase::Send).with_connection(connection(served)),
+        )
+    };
     let bare = |kind, phase| classify_error(&error(kind, phase));
     let mut marked = HeaderMap::new();
     marked.insert("idempotent-replayed", "true".parse().expect("a value"));
@@ -145,7 +150,42 @@ fn every_cell_of_the_decision_table_holds() {
             closed(2, false),
             ["now,once", "now,once", "now,wait", "no"],
         ),
+        (
+            "reused connection that acknowledges nothing",
+            silent(2),
+            ["now,once", "now,once", "now,wait", "no"],
+        ),
         ("fresh connection, 9112 9.3.1", closed(0, false), ambiguous),
+        (
+            "no response in time",
+            bare(ErrorKind::ResponseTimeout, Phase::ResponseHead),
+            ambiguous,
+        ),
+        (
+            "no response in time, upload unfinished",
+            bare(ErrorKind::ResponseTimeout, Phase::Send),
+            ambiguous,
+        ),
+        (
+            "request too slow",
+            bare(ErrorKind::RequestTimeout, Phase::ResponseHead),
+            ambiguous,
+        ),
+        (
+            "request too slow, nothing sent, 9110 9.2.2",
+            unsent(ErrorKind::RequestTimeout, Phase::Queue),
+            ["now"; 4],
+        ),
+        (
+            "request too slow in the body",
+            bare(ErrorKind::RequestTimeout, Phase::ResponseBody),
+            no,
+        ),
+        (
+            "body stalled",
+            bare(ErrorKind::BodyTimeout, Phase::ResponseBody),
+            no,
+        ),
         (
             "foreign error, 9110 9.2.2",
             bare(ErrorKind::Service, Phase::Unknown),

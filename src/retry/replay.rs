@@ -282,6 +282,14 @@ impl Replay {
         }
     }
 
+    /// Whether it will be ready however much of this attempt's body is read.
+    pub(crate) fn is_lasting(&self) -> bool {
+        match &self.source {
+            Source::Empty | Source::Whole(_) | Source::Factory(_) => true,
+            Source::Slot(_) | Source::Spent => false,
+        }
+    }
+
     /// Makes the next attempt's body. `None` when there is none, or only one of another length.
     ///
     /// From here on, earlier attempts can no longer take a one-shot stream: an exchange that still

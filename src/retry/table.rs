@@ -29,7 +29,7 @@ pub(crate) enum Evidence {
     Incomplete,
     Misdirected,
     TooEarly,
-    /// A reused connection ended before any byte of a response.
+    /// A reused connection ended before any byte of a response, or acknowledged nothing of the request.
     StaleConnection,
     /// A fresh connection ended before any byte of a response.
     FreshConnection,
@@ -241,6 +241,9 @@ pub(crate) fn classify_error(error: &Error) -> Evidence {
                 (false, Some(false)) => Evidence::FreshConnection,
                 (false, None) => Evidence::Lost,
             }
+        }
+        (Delivery::Unknown, ErrorKind::Unacknowledged) if error.is_reused() == Some(true) => {
+            Evidence::StaleConnection
         }
         (Delivery::Unknown, _) => Evidence::Lost,
     }

@@ -14,6 +14,7 @@ use tower::{Service, ServiceExt};
 use tower_layer::Layer;
 
 use crate::clock::{self, Instant};
+use crate::delivery::Repeatable;
 use crate::error::{BoxError, Error, ErrorKind, Phase, Trace};
 use crate::retry::*;
 use crate::stats::{Counters, Refusal, RetryLedger, RetryReason};
@@ -48,6 +49,7 @@ struct Seen {
     body: Bytes,
     fresh: bool,
     count: Option<u32>,
+    repeatable: bool,
 }
 
 impl Seen {
@@ -148,6 +150,7 @@ impl Service<Request<ReplayBody>> for Script {
                 body: Bytes::new(),
                 fresh: parts.extensions.get::<FreshConnection>().is_some(),
                 count: parts.extensions.get::<ResendCount>().map(|count| count.0),
+                repeatable: parts.extensions.get::<Repeatable>().is_some(),
             };
             if !matches!(
                 act,
@@ -294,6 +297,48 @@ async fn every_resend_asks_for_a_fresh_connection_and_counts_itself() {
         .map(|seen| (seen.fresh, seen.count))
         .collect();
     assert_eq!(marks, [(false, Some(0)), (true, Some(1)), (true, Some(2))]);
+}
+
+/// The mark lets the pool give up a connection that looks dead, for the layer to send the request elsewhere. So
+/// it is a promise.
+#[tokio::test(start_paused = true)]
+async fn request_is_called_repeatable_only_where_this_layer_would_send_it_again() {
+    let once = |method| {
+        let mut request = request(method);
+        *request.body_mut() = ReplayBody::once(Full::new(Bytes::from("amount=10")));
+        request
+    };
+    let rows = [
+        ("safe", get(), policy(), vec![true, true, false]),
+        (
+            "idempotent",
+            request(Method::PUT),
+            policy(),
+            vec![true, true, false],
+        ),
+        ("keyed", keyed(), policy(), vec![true, true, false]),
+        ("unkeyed", post(), policy(), vec![false]),
+        (
+            "a stream that exists once",
+            once(Method::PUT),
+            policy(),
+            vec![false],
+        ),
+        (
+            "the policy has one attempt",
+            get(),
+            RetryPolicy::none(),
+            vec![false],
+        ),
+    ];
+    for (name, request, policy, expected) in rows {
+        let peer = Script::new([Act::Answer(502)]);
+        // What a layer further out promised does not count: it will not act.
+        let outer = Retry::new(Retry::new(peer.clone(), policy), self::policy());
+        outer.oneshot(request).await.expect("an answer");
+        let marks: Vec<_> = peer.seen().iter().map(|seen| seen.repeatable).collect();
+        assert_eq!(marks, expected, "{name}");
+    }
 }
 
 /// After a stale connection at once, after a fresh one not before a wait (I-13).

@@ -14,13 +14,24 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use crate::clock::now;
+use crate::clock::{Instant, now};
 use crate::delivery::{Delivery, PeerEnd};
 use crate::error::{Error, ErrorKind, Phase, Trace};
 use crate::stats::CloseReason;
 use crate::wire::meter::{Socket, Traffic};
 use crate::wire::outgoing::Upload;
 use crate::wire::socket::{Peek, tcp_state};
+
+/// Which time limit of an exchange was over.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Limit {
+    /// That of the response head.
+    Head,
+    /// That of the whole request.
+    Request,
+    /// That of the first acknowledgement.
+    Ack,
+}
 
 /// The error of an exchange that ended before its response head, from what hyper and the byte counters
 /// say. What the kernel says comes on top: [`of_kernel`].
@@ -37,6 +48,42 @@ pub(crate) fn of_exchange(
     } else {
         ErrorKind::ConnectionClosed
     };
+    of_traffic(kind, traffic, upload, elapsed).with_source(error)
+}
+
+/// The error of an exchange that ran into a time limit before its response head. The traffic has to be sealed:
+/// else what was not taken yet might be taken still.
+///
+/// What the kernel acknowledged is shown where it was noted, and changes nothing: what was taken may arrive
+/// whenever it likes.
+pub(crate) fn of_limit(
+    limit: Limit,
+    traffic: Traffic,
+    upload: &Upload,
+    elapsed: Duration,
+    socket: Option<&Socket>,
+) -> Error {
+    let kind = match limit {
+        Limit::Head => ErrorKind::ResponseTimeout,
+        Limit::Request => ErrorKind::RequestTimeout,
+        Limit::Ack => ErrorKind::Unacknowledged,
+    };
+    let error = of_traffic(kind, traffic, upload, elapsed);
+    let Some(socket) = socket else {
+        return error;
+    };
+    let error = error.with_peer_end(socket.end());
+    let state = traffic.acked_before.zip(tcp_state(socket.stream()));
+    match state {
+        Some((before, state)) => {
+            let acked = state.acked.saturating_sub(before);
+            error.with_bytes_acked(acked.min(traffic.taken))
+        }
+        None => error,
+    }
+}
+
+fn of_traffic(kind: ErrorKind, traffic: Traffic, upload: &Upload, elapsed: Duration) -> Error {
     let phase = if upload.is_finished() {
         Phase::ResponseHead
     } else {
@@ -56,7 +103,6 @@ pub(crate) fn of_exchange(
             peer_end: None,
             elapsed: Some(elapsed),
         })
-        .with_source(error)
 }
 
 /// Adds to an error what the kernel knows of the request's delivery, which it may take a moment to learn.
@@ -77,8 +123,13 @@ pub(crate) fn of_exchange(
 /// At the end of the stream itself nothing can be said: a half-closed peer acknowledges what it reads
 /// only after its delay. So this waits for the reset: four round trips, but at least 300 ms, which is more
 /// than a delayed acknowledgement (40 ms on Linux) and long enough for one retransmission (200 ms), and at
-/// most a second.
-pub(crate) async fn of_kernel(error: Error, traffic: Traffic, socket: Option<&Socket>) -> Error {
+/// most a second; and not beyond `until`, when the caller's time is over.
+pub(crate) async fn of_kernel(
+    error: Error,
+    traffic: Traffic,
+    socket: Option<&Socket>,
+    until: Option<Instant>,
+) -> Error {
     let Some(socket) = socket else {
         return error;
     };
@@ -116,7 +167,8 @@ pub(crate) async fn of_kernel(error: Error, traffic: Traffic, socket: Option<&So
             };
         }
         let patience = (4 * state.rtt).clamp(LEAST_PATIENCE, MOST_PATIENCE);
-        if now() - started >= patience {
+        let looked = now();
+        if looked - started >= patience || until.is_some_and(|until| looked >= until) {
             return error;
         }
         sleep(pause).await;
@@ -148,6 +200,11 @@ pub(crate) fn of_hand_back_end(error: &hyper::Error) -> Option<CloseReason> {
 /// request did is done.
 pub(crate) fn of_response_body(error: hyper::Error) -> Error {
     Error::new(ErrorKind::ResponseBody, Phase::ResponseBody).with_source(error)
+}
+
+/// The error of a response body that ran into a time limit, which its kind names.
+pub(crate) fn of_body_limit(kind: ErrorKind) -> Error {
+    Error::new(kind, Phase::ResponseBody)
 }
 
 /// What a peek found, as the reason to close.
@@ -299,7 +356,7 @@ mod tests {
             tokio::task::yield_now().await;
         }
         socket.stream().try_write(REQUEST).expect("room");
-        let error = of_kernel(closed(), traffic, Some(&socket)).await;
+        let error = of_kernel(closed(), traffic, Some(&socket), None).await;
         assert_eq!(error.delivery(), Delivery::NotReceived);
         assert_eq!(error.bytes_acked(), Some(0));
         assert_eq!(error.peer_end(), Some(PeerEnd::Fin));
@@ -311,7 +368,7 @@ mod tests {
         crossing.server.shutdown().await.expect("half-close");
         crossing.until_end_is_seen().await;
         crossing.write();
-        let verdict = of_kernel(closed(), crossing.traffic, Some(&crossing.socket));
+        let verdict = of_kernel(closed(), crossing.traffic, Some(&crossing.socket), None);
         let mut request = [0; REQUEST.len()];
         let (error, read) = tokio::join!(verdict, crossing.server.read_exact(&mut request));
         read.expect("it reads on");
@@ -335,7 +392,7 @@ mod tests {
             _client,
         } = crossing;
         drop(server);
-        let error = of_kernel(closed(), traffic, Some(&socket)).await;
+        let error = of_kernel(closed(), traffic, Some(&socket), None).await;
         assert_eq!(error.delivery(), Delivery::Unknown);
     }
 
@@ -357,7 +414,7 @@ mod tests {
         } = crossing;
         server.set_zero_linger().expect("linger");
         drop(server);
-        let error = of_kernel(closed(), traffic, Some(&socket)).await;
+        let error = of_kernel(closed(), traffic, Some(&socket), None).await;
         assert_eq!(error.delivery(), Delivery::Unknown);
         assert_eq!(error.peer_end(), Some(PeerEnd::Reset));
     }
@@ -384,7 +441,7 @@ mod tests {
                 acked_before,
                 ..traffic
             };
-            let error = of_kernel(closed().with_trace(trace), traffic, Some(&socket)).await;
+            let error = of_kernel(closed().with_trace(trace), traffic, Some(&socket), None).await;
             assert_eq!(error.delivery(), Delivery::Unknown);
         }
     }

@@ -5,8 +5,8 @@
 //! not when somebody looks. Dropping a `Conn` between exchanges closes the connection properly;
 //! dropping an exchange stops it at once, since HTTP/1.1 has no other way to give up a request.
 
-use std::future::Future;
-use std::pin::Pin;
+use std::future::{Future, pending};
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -16,16 +16,16 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use tokio::sync::oneshot;
-use tokio::time::{Sleep, sleep, timeout};
+use tokio::time::{Sleep, sleep, sleep_until, timeout};
 
 use crate::clock::{Instant, now};
 use crate::delivery::PeerEnd;
 use crate::error::Error;
 use crate::stats::CloseReason;
-use crate::wire::evidence;
-use crate::wire::meter::{Meter, Socket};
+use crate::wire::evidence::{self, Limit};
+use crate::wire::meter::{FirstByte, Interest, Meter, Socket};
 use crate::wire::outgoing::{OutBody, Outgoing, Recall};
-use crate::wire::socket::Peek;
+use crate::wire::socket::{Peek, tcp_state};
 use crate::wire::tls::Stream;
 
 /// The half that sends.
@@ -90,6 +90,28 @@ pub(crate) enum Probe {
     Ended,
     /// It must not be used.
     Dead(CloseReason),
+}
+
+/// How long an exchange may wait for its response head. `None`: without limit.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Limits {
+    /// From the moment the connection is given the request.
+    pub(crate) head: Option<Duration>,
+    /// When the time of the whole request is over.
+    pub(crate) request: Option<Instant>,
+    /// How long the peer's kernel may leave all of the request unacknowledged, from its first byte.
+    pub(crate) ack: Option<Duration>,
+}
+
+/// What a look for the first acknowledgement says.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Look {
+    /// It is late.
+    Late,
+    /// It is too early to say.
+    Again(Instant),
+    /// It is there, or what is to be said about it is not for this look to say.
+    Done,
 }
 
 /// An exchange that ended without a response head.
@@ -184,7 +206,11 @@ impl Conn {
         }
     }
 
-    /// Sends one request and waits for its response head. See [`Outgoing::depart`] for `expect`.
+    /// Sends one request and waits for its response head, within the limits. See [`Outgoing::depart`] for
+    /// `expect`.
+    ///
+    /// After an exchange that ran into a limit the connection must be [aborted](Conn::abort): it is sealed, and
+    /// the answer may come yet. What the peer has not acknowledged of the request is thrown away then.
     ///
     /// # Cancel safety
     ///
@@ -193,6 +219,7 @@ impl Conn {
         &mut self,
         outgoing: Outgoing,
         expect: Option<Duration>,
+        limits: Limits,
     ) -> Result<(Response<Incoming>, Recall), Failed> {
         let started = now();
         // What TCP knows of a connection is gone with its socket, so that has to outlast hyper.
@@ -202,9 +229,30 @@ impl Conn {
         } else {
             None
         };
-        let mark = self.meter.begin(wants_evidence);
+        let mark = self.meter.begin(match limits.ack {
+            _ if wants_evidence => Interest::Delivery,
+            Some(_) => Interest::Silence,
+            None => Interest::Nothing,
+        });
         let (request, recall) = outgoing.depart(&self.meter, mark, expect);
-        let mut failure = match self.sender.try_send_request(request).await {
+        let mut sending = pin!(self.sender.try_send_request(request));
+        let sent = tokio::select! {
+            biased;
+            sent = &mut sending => sent,
+            limit = self.over(limits, started) => {
+                // From here on nothing more is written, so the count is final; then what it says is said.
+                let traffic = self.meter.seal(mark);
+                let socket = self.socket.upgrade();
+                let (upload, elapsed) = (recall.upload(), now() - started);
+                let error = evidence::of_limit(limit, traffic, upload, elapsed, socket.as_deref());
+                if socket.is_some_and(|socket| socket.forget_unacknowledged()) {
+                    // Nobody is there to say goodbye to, and what the kernel holds must not arrive any more.
+                    self.stop.send(Parting::Now);
+                }
+                return Err(Failed { error, again: None });
+            }
+        };
+        let mut failure = match sent {
             Ok(response) => return Ok((response, recall)),
             Err(failure) => failure,
         };
@@ -225,7 +273,7 @@ impl Conn {
         }
         let (error, elapsed) = (failure.into_error(), now() - started);
         let error = evidence::of_exchange(error, traffic, recall.upload(), elapsed);
-        let error = evidence::of_kernel(error, traffic, socket.as_deref()).await;
+        let error = evidence::of_kernel(error, traffic, socket.as_deref(), limits.request).await;
         let may_go_again = traffic.taken == 0 && !recall.upload().has_failed();
         let again = if may_go_again {
             // hyper lets go of the body when its connection ends, which it is about to.
@@ -237,6 +285,55 @@ impl Conn {
             error,
             again: again.map(Box::new),
         })
+    }
+
+    /// Resolves when one of the limits is over. One timer serves them all, set to whichever comes first; where
+    /// there is no limit, there is none.
+    async fn over(&self, limits: Limits, started: Instant) -> Limit {
+        let after = |time: Option<Duration>| started.checked_add(time?);
+        let (head, mut ack) = (after(limits.head), after(limits.ack));
+        loop {
+            let all = [
+                (head, Limit::Head),
+                (limits.request, Limit::Request),
+                (ack, Limit::Ack),
+            ];
+            let set = all.into_iter().filter_map(|(at, limit)| Some((at?, limit)));
+            let Some((at, limit)) = set.min_by_key(|&(at, _)| at) else {
+                return pending().await;
+            };
+            sleep_until(at).await;
+            match limits.ack {
+                Some(patience) if limit == Limit::Ack => match self.look_for_ack(patience) {
+                    Look::Late => return limit,
+                    Look::Again(at) => ack = Some(at),
+                    Look::Done => ack = None,
+                },
+                _ => return limit,
+            }
+        }
+    }
+
+    /// Asks the kernel once whether anything of the request was acknowledged.
+    fn look_for_ack(&self, patience: Duration) -> Look {
+        let again = |from: Instant| from.checked_add(patience).map_or(Look::Done, Look::Again);
+        let acked_before = match self.meter.first_byte() {
+            FirstByte::Unwritten => return again(now()),
+            FirstByte::Settled => return Look::Done,
+            FirstByte::Unanswered { since, .. } if now() - since < patience => return again(since),
+            FirstByte::Unanswered { acked_before, .. } => acked_before,
+        };
+        let socket = self.socket.upgrade();
+        let Some(state) = socket.and_then(|socket| tcp_state(socket.stream())) else {
+            return Look::Done;
+        };
+        // Whatever was acknowledged, the server has it, and how long it takes to answer is its own affair. Where
+        // the connection has ended, its task says so.
+        if state.acked == acked_before && !state.settled && !state.closed {
+            Look::Late
+        } else {
+            Look::Done
+        }
     }
 
     /// Drops the connection where it stands, a running upload included. The socket stays, silent, until the
@@ -302,8 +399,9 @@ impl Driver {
                 }
             }
         };
-        // Either way the socket closes now.
+        // Either way the socket closes now, and what it still holds is for nobody.
         let _ = tokio::time::timeout_at(deadline, goodbye).await;
+        socket.forget_unacknowledged();
     }
 }
 
@@ -415,6 +513,15 @@ mod tests {
             head,
             body: OutBody::new(body),
             wants_evidence: true,
+            is_repeatable: false,
+        }
+    }
+
+    fn repeatable() -> Outgoing {
+        Outgoing {
+            wants_evidence: false,
+            is_repeatable: true,
+            ..upload()
         }
     }
 
@@ -434,7 +541,10 @@ mod tests {
         drop(server);
         // This thread, and so the reactor, sees nothing of it until the first write looks.
         let driver = tokio::spawn(driver);
-        let failed = conn.exchange(upload(), None).await.expect_err("dead");
+        let failed = conn
+            .exchange(upload(), None, Limits::default())
+            .await
+            .expect_err("dead");
         assert_eq!(failed.error.delivery(), Delivery::NotSent);
         assert_eq!(failed.error.kind(), ErrorKind::ConnectionClosed);
         assert_eq!(failed.error.bytes_taken(), 0);
@@ -449,7 +559,7 @@ mod tests {
         server.write_all(forged).await.expect("write");
         tokio::spawn(driver);
         let failed = conn
-            .exchange(upload(), None)
+            .exchange(upload(), None, Limits::default())
             .await
             .expect_err("not an answer");
         assert_eq!(failed.error.delivery(), Delivery::NotSent);
@@ -466,7 +576,10 @@ mod tests {
         let (mut dead, driver, server) = connection().await;
         drop(server);
         tokio::spawn(driver);
-        let failed = dead.exchange(upload(), None).await.expect_err("dead");
+        let failed = dead
+            .exchange(upload(), None, Limits::default())
+            .await
+            .expect_err("dead");
         let again = failed.again.expect("nothing left");
 
         let (mut conn, driver, mut server) = connection().await;
@@ -484,7 +597,8 @@ mod tests {
                 .expect("write");
             String::from_utf8(received).expect("text")
         };
-        let (result, received) = tokio::join!(conn.exchange(*again, None), answer);
+        let (result, received) =
+            tokio::join!(conn.exchange(*again, None, Limits::default()), answer);
         let (response, recall) = result.expect("an answer");
         assert_eq!(response.status(), 204);
         assert!(recall.upload().is_finished());
@@ -508,11 +622,59 @@ mod tests {
             server.read_exact(&mut byte).await.expect("read");
             drop(server);
         };
-        let (result, ()) = tokio::join!(conn.exchange(upload(), None), close);
+        let (result, ()) = tokio::join!(conn.exchange(upload(), None, Limits::default()), close);
         let failed = result.expect_err("closed");
         assert_eq!(failed.error.delivery(), Delivery::Unknown);
         assert!(failed.error.bytes_taken() > 0);
         assert!(failed.again.is_none());
+    }
+
+    /// The connection's task, which would have written it, comes too late.
+    #[tokio::test(start_paused = true)]
+    async fn a_limit_that_is_over_before_the_first_byte_proves_that_nothing_was_sent() {
+        for limit in [Limit::Head, Limit::Request] {
+            let (mut conn, driver, mut server) = connection().await;
+            let time = Duration::from_millis(20);
+            let limits = match limit {
+                Limit::Request => Limits {
+                    request: Some(now() + time),
+                    ..Limits::default()
+                },
+                _ => Limits {
+                    head: Some(time),
+                    ..Limits::default()
+                },
+            };
+            let failed = conn.exchange(upload(), None, limits).await;
+            let failed = failed.expect_err("too late");
+            let kind = match limit {
+                Limit::Request => ErrorKind::RequestTimeout,
+                _ => ErrorKind::ResponseTimeout,
+            };
+            assert_eq!(failed.error.kind(), kind);
+            assert_eq!(failed.error.delivery(), Delivery::NotSent);
+            assert!(failed.again.is_none());
+            driver.await;
+            drop(conn);
+            let mut received = Vec::new();
+            let _ = server.read_to_end(&mut received).await;
+            assert_eq!(received, b"", "the server was sent something");
+        }
+    }
+
+    /// What nobody has sent cannot be acknowledged.
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_was_not_written_is_not_missing_its_acknowledgement() {
+        let (mut conn, _driver, _server) = connection().await;
+        let limits = Limits {
+            head: Some(Duration::from_secs(60)),
+            ack: Some(Duration::from_secs(1)),
+            ..Limits::default()
+        };
+        let failed = conn.exchange(repeatable(), None, limits).await;
+        let error = failed.expect_err("nobody writes it").error;
+        assert_eq!(error.kind(), ErrorKind::ResponseTimeout);
+        assert_eq!(error.delivery(), Delivery::NotSent);
     }
 
     /// A reset in the middle of a goodbye is nobody's problem; a goodbye without end is.

@@ -24,9 +24,10 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::Notify;
 
+use crate::clock::{Instant, now};
 use crate::delivery::PeerEnd;
 use crate::stats::{CloseReason, Counters};
-use crate::wire::socket::{Peek, peek, shut_write, take_error, tcp_state};
+use crate::wire::socket::{Peek, peek, reset_on_close, shut_write, take_error, tcp_state};
 
 /// The socket itself, and the first sign of its end. The connection's task owns it; the pool looks at it
 /// through a `Weak`, so that nothing but the task keeps the descriptor open. Only an exchange that may
@@ -71,6 +72,17 @@ impl Socket {
         }
     }
 
+    /// If the peer has not acknowledged everything, makes the close a reset: what the kernel still holds is then
+    /// thrown away, and does not arrive when the route heals, long after somebody has given it up. `true` if
+    /// so.
+    pub(crate) fn forget_unacknowledged(&self) -> bool {
+        let is_open = tcp_state(self.stream()).is_some_and(|state| !state.settled);
+        if is_open {
+            reset_on_close(self.stream());
+        }
+        is_open
+    }
+
     pub(crate) fn note_end(&self, end: PeerEnd) {
         // The first sign counts.
         let _ = self.end.set(end);
@@ -111,10 +123,11 @@ struct Gate {
     look: bool,
     /// What a look found that stopped a write.
     found: Option<Peek>,
-    /// The exchange may need the kernel's evidence: note how much was acknowledged before it.
-    wants_evidence: bool,
+    interest: Interest,
     /// What the kernel had acknowledged before the exchange's first byte, with nothing outstanding.
     acked_before: Option<u64>,
+    /// When the kernel took the first byte of an exchange whose silence matters.
+    first_byte: Option<Instant>,
     /// What had been received then.
     received_before: u64,
 }
@@ -125,6 +138,29 @@ struct Reason {
     told: Option<CloseReason>,
     /// What the connection's task made of its end. Counts where nobody told.
     seen: Option<CloseReason>,
+}
+
+/// What an exchange may come to ask the kernel about its request. Each but the first costs a look at what was
+/// acknowledged before its first byte.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) enum Interest {
+    #[default]
+    Nothing,
+    /// While it lasts: whether anything of it was acknowledged.
+    Silence,
+    /// When it has failed: whether anything of it was received.
+    Delivery,
+}
+
+/// What the first byte of an exchange has come to, as far as can be told without asking the kernel.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum FirstByte {
+    /// It has not been written.
+    Unwritten,
+    /// Nothing was received since.
+    Unanswered { since: Instant, acked_before: u64 },
+    /// Something was received since, or the kernel cannot tell about it.
+    Settled,
 }
 
 /// How far the counters were when an exchange began.
@@ -168,13 +204,14 @@ impl Meter {
         self.counters.opened(resumed);
     }
 
-    /// An exchange begins: the next write is its first, and is preceded by a look; where evidence is
-    /// wanted, also by a note of what the kernel had acknowledged until then.
-    pub(crate) fn begin(&self, wants_evidence: bool) -> Mark {
+    /// An exchange begins: the next write is its first, and is preceded by a look; where there is an interest,
+    /// also by a note of what the kernel had acknowledged until then.
+    pub(crate) fn begin(&self, interest: Interest) -> Mark {
         let mut gate = self.gate();
         gate.look = true;
-        gate.wants_evidence = wants_evidence;
+        gate.interest = interest;
         gate.acked_before = None;
+        gate.first_byte = None;
         gate.received_before = self.received.load(Relaxed);
         Mark {
             taken: gate.taken,
@@ -187,13 +224,32 @@ impl Meter {
         self.gate().taken > mark.taken
     }
 
+    /// What the first byte of this exchange has come to. Tells it only to an interest in its silence.
+    pub(crate) fn first_byte(&self) -> FirstByte {
+        let gate = self.gate();
+        let Some(since) = gate.first_byte else {
+            return FirstByte::Unwritten;
+        };
+        match gate.acked_before {
+            Some(acked_before) if self.received.load(Relaxed) == gate.received_before => {
+                FirstByte::Unanswered {
+                    since,
+                    acked_before,
+                }
+            }
+            _ => FirstByte::Settled,
+        }
+    }
+
     /// Whether a request is out whose delivery the kernel may have to tell, and no byte of a response is
     /// in. Then nothing else may be written: a peer that is gone would answer it with a reset, which
     /// must come from the request alone to say something of it.
     #[cfg(feature = "tls")]
     pub(crate) fn needs_silence(&self) -> bool {
         let gate = self.gate();
-        gate.acked_before.is_some() && self.received.load(Relaxed) == gate.received_before
+        gate.interest == Interest::Delivery
+            && gate.acked_before.is_some()
+            && self.received.load(Relaxed) == gate.received_before
     }
 
     /// Ends all writing and says what there was since the mark.
@@ -338,7 +394,7 @@ impl Metered {
                 }
             }
             gate.look = false;
-            if gate.wants_evidence {
+            if gate.interest != Interest::Nothing {
                 let before = tcp_state(stream).filter(|state| state.settled);
                 gate.acked_before = before.map(|state| state.acked);
             }
@@ -346,6 +402,9 @@ impl Metered {
         match write(stream) {
             Ok(taken) => {
                 gate.taken += taken as u64;
+                if gate.interest == Interest::Silence && taken > 0 {
+                    gate.first_byte.get_or_insert_with(now);
+                }
                 Ok(taken)
             }
             Err(error) => {
@@ -478,7 +537,7 @@ mod tests {
     async fn what_the_kernel_took_is_counted_from_the_mark() {
         let (mut stream, meter, _server, _) = metered(false).await;
         stream.write_all(b"before").await.expect("write");
-        let mark = meter.begin(false);
+        let mark = meter.begin(Interest::Nothing);
         assert!(!meter.has_taken_since(mark));
         stream.write_all(b"request").await.expect("write");
         assert!(meter.has_taken_since(mark));
@@ -488,7 +547,7 @@ mod tests {
     #[tokio::test]
     async fn nothing_is_written_once_the_verdict_is_asked_for() {
         let (mut stream, meter, mut server, _) = metered(false).await;
-        let mark = meter.begin(false);
+        let mark = meter.begin(Interest::Nothing);
         assert_eq!(meter.seal(mark).taken, 0);
         let error = stream.write_all(b"too late").await.expect_err("sealed");
         assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
@@ -503,7 +562,7 @@ mod tests {
         let (mut stream, meter, server, _) = metered(false).await;
         drop(server);
         until_not_quiet(&stream).await;
-        let mark = meter.begin(false);
+        let mark = meter.begin(Interest::Nothing);
         stream.write_all(b"request").await.expect_err("closed");
         let traffic = meter.seal(mark);
         assert_eq!((traffic.taken, traffic.found), (0, Some(Peek::Closed)));
@@ -516,7 +575,7 @@ mod tests {
             let (mut stream, meter, mut server, _) = metered(secure).await;
             server.write_all(b"unasked").await.expect("write");
             until_not_quiet(&stream).await;
-            let mark = meter.begin(false);
+            let mark = meter.begin(Interest::Nothing);
             let result = stream.write_all(b"request").await;
             assert_eq!(result.is_ok(), secure);
             assert_eq!(meter.seal(mark).taken, taken);
@@ -526,7 +585,7 @@ mod tests {
     #[tokio::test]
     async fn only_the_first_write_of_an_exchange_is_preceded_by_a_look() {
         let (mut stream, meter, mut server, _) = metered(false).await;
-        let mark = meter.begin(false);
+        let mark = meter.begin(Interest::Nothing);
         stream.write_all(b"head").await.expect("write");
         server.write_all(b"early answer").await.expect("write");
         until_not_quiet(&stream).await;

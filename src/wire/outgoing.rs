@@ -35,6 +35,8 @@ pub(crate) struct Outgoing {
     /// Whether it would matter what the kernel knows of a failed delivery: nothing else makes this
     /// request safe to send again.
     pub(crate) wants_evidence: bool,
+    /// Whether a retry layer above will send this request again if it fails here.
+    pub(crate) is_repeatable: bool,
 }
 
 /// Method, target, version and fields.
@@ -85,12 +87,14 @@ impl Outgoing {
             head,
             mut body,
             wants_evidence,
+            is_repeatable,
         } = self;
         let returned = body.arm(meter, mark);
         let upload = body.upload.clone();
         let recall = Recall {
             head: head.clone(),
             wants_evidence,
+            is_repeatable,
             returned,
             upload,
         };
@@ -118,6 +122,7 @@ impl Outgoing {
 pub(crate) struct Recall {
     head: Head,
     wants_evidence: bool,
+    is_repeatable: bool,
     /// `None` where the request has no body.
     returned: Option<oneshot::Receiver<OutBody>>,
     upload: Upload,
@@ -135,6 +140,7 @@ impl Recall {
             head: self.head,
             body: request.into_body().released(),
             wants_evidence: self.wants_evidence,
+            is_repeatable: self.is_repeatable,
         }
     }
 
@@ -151,6 +157,7 @@ impl Recall {
             head: self.head,
             body,
             wants_evidence: self.wants_evidence,
+            is_repeatable: self.is_repeatable,
         })
     }
 }

@@ -1,5 +1,5 @@
-//! The system calls that do not go through tokio: the peek, the half-close, the options, and what TCP
-//! itself knows. No other file makes one.
+//! The system calls that do not go through tokio: the peek, the half-close, the reset, the options, and what
+//! TCP itself knows. No other file makes one.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -40,6 +40,12 @@ pub(crate) fn peek(stream: &TcpStream) -> Peek {
 /// Ends our direction of the stream: the peer sees a FIN behind the last byte.
 pub(crate) fn shut_write(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).shutdown(Shutdown::Write)
+}
+
+/// Makes the close of this socket a reset, which throws away what was not sent or not acknowledged.
+pub(crate) fn reset_on_close(stream: &TcpStream) {
+    // A socket that refuses is over, and has nothing to throw away.
+    let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
 }
 
 /// Takes the error that the kernel keeps for whoever asks first, if nobody has.

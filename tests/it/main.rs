@@ -21,4 +21,5 @@ mod persistence;
 mod resolve;
 mod retry;
 mod stale;
+mod timeouts;
 mod tls;
