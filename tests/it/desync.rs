@@ -161,6 +161,7 @@ async fn send_after_greeting(
         let stats = pool.stats();
         let begun = stats.connections_opened + stats.dialing;
         eventually("a greeting", || greeted.load(SeqCst) as u64 >= begun).await;
+        tokio::task::yield_now().await;
         let poll = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await;
         if let Poll::Ready(result) = poll {
             return result;

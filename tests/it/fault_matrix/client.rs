@@ -36,7 +36,13 @@ pub(crate) struct Client {
 
 impl Client {
     pub(crate) fn new(lane: &Arc<Lane>) -> Client {
-        let pool = builder().max_idle_per_origin(3).build();
+        // The server leaves many a broken connection open for a while, and so long it has its seat: thousands of
+        // faults in a row must not wait for each other.
+        let pool = builder()
+            .max_connections(10_000)
+            .max_connections_per_origin(10_000)
+            .max_idle_per_origin(3)
+            .build();
         let lane = Arc::clone(lane);
         Client { pool, lane }
     }
