@@ -63,7 +63,8 @@
 //!
 //! # Where to look
 //!
-//! * [`Pool`], [`Builder`]: connections, and the options with their defaults and reasons.
+//! * [`Pool`], [`Builder`]: connections, and the options with their defaults and reasons. [`Pool::close`],
+//!   [`Pool::evict`]: their end.
 //! * [`ResponseBody`]: gives its connection back before you see its end.
 //! * [`RetryLayer`], [`RetryPolicy`], [`ReplayBody`], [`IdempotencyKey`]: sending again.
 //! * [`Resolve`]: finding the addresses of a host.
@@ -71,13 +72,14 @@
 //! * [`FreshConnection`], [`TreatAsIdempotent`], [`RequestTimeout`]: marks on a request.
 //!
 //! `docs/delivery.md` in the repository has the whole decision table and the limits of each proof,
-//! `docs/defaults.md` every number, `docs/architecture.md` the code.
+//! `docs/defaults.md` every number, `docs/architecture.md` the code, `docs/concurrency.md` who waits for whom.
 //!
 //! # What is not there
 //!
 //! HTTP/1.1 over TCP and TLS is all that is spoken: no HTTP/2 or HTTP/3 yet, no proxies, no `CONNECT`, no
-//! protocol upgrades. No limit on connections in use. No redirects, cookies, decompression or JSON: other tower
-//! layers do that.
+//! protocol upgrades. No redirects, cookies, decompression or JSON: other tower layers do that.
+//!
+//! One pool has one TLS configuration: requests under different client certificates need a pool each.
 //!
 //! # Features
 //!

@@ -47,7 +47,8 @@ impl Shared {
 
     /// A connection has ended.
     pub(crate) fn strike_off(&self, id: u64) {
-        self.stops().remove(&id);
+        let stop = self.stops().remove(&id);
+        drop(stop);
     }
 
     /// Ends every connection where it stands.

@@ -76,6 +76,8 @@ pub(crate) enum Word<T> {
 pub(crate) struct Effects<T, W> {
     pub(crate) told: Vec<Told<T, W>>,
     pub(crate) closed: Vec<(T, CloseReason)>,
+    /// Those who have left the line and are told nothing.
+    pub(crate) gone: Vec<W>,
 }
 
 /// Somebody in line, and what they are told.
@@ -92,6 +94,7 @@ impl<T, W> Effects<T, W> {
         Effects {
             told: Vec::new(),
             closed: Vec::new(),
+            gone: Vec::new(),
         }
     }
 
@@ -306,6 +309,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         let failure = origin.last_failure.as_ref();
         let failure = failure.filter(|(at, _)| *at >= waiter.since);
         let failure = failure.map(|(_, failure)| failure.clone());
+        fx.gone.push(waiter.who);
         self.settle(place, fx);
         self.forget_if_unused(place);
         failure
@@ -354,7 +358,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return;
         };
         origin.dialing -= 1;
-        origin.line.remove(&ticket);
+        let owner = origin.line.remove(&ticket);
+        fx.gone.extend(owner.map(|owner| owner.who));
         if let Some(failure) = failure {
             origin.last_failure = Some((now.at, failure));
         }

@@ -504,7 +504,7 @@ fn limits() -> impl Strategy<Value = Limits> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
     /// dotnet/corefx#32262, aio-libs/aiohttp#4936, urllib3/urllib3#644, golang/go#32336: no limit is
     /// exceeded, nobody starves, no seat is lost, every gauge is exact, after every step.
