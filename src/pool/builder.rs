@@ -154,7 +154,7 @@ impl Builder {
     /// Sets how many idle connections are kept for one origin.
     ///
     /// When one more comes back, the one that has been idle longest is closed. Zero switches reuse off:
-    /// each request then has a connection of its own, closed after its response.
+    /// each request then has a connection of its own, closed after its response, also while others wait in line.
     ///
     /// # Default
     /// 64: the limit of connections to an origin, so that a burst keeps what it has opened until the idle
@@ -165,7 +165,8 @@ impl Builder {
     }
 
     /// Sets how many idle connections are kept in all. When one more comes back, the one that has been idle
-    /// longest is closed, to whatever origin.
+    /// longest is closed, to whatever origin. Zero switches reuse off, as in
+    /// [`max_idle_per_origin`](Builder::max_idle_per_origin).
     ///
     /// # Default
     /// 256: half of the limit of connections, so that a client of very many origins keeps room to open more.

@@ -303,7 +303,7 @@ async fn in_line(
             Some(News::Closed) => return Err(pool_closed()),
             None => {
                 let error = Error::before_sending(ErrorKind::Connect, Phase::Connect);
-                return Err(error.with_source("the runtime that dialled was shut down"));
+                return Err(error.with_source("the task that dialled ended: its runtime was shut down, or the resolver panicked"));
             }
         }
     }

@@ -47,6 +47,13 @@ pub(crate) struct Limits {
     pub(crate) waiters_per_origin: usize,
 }
 
+impl Limits {
+    /// Whether a connection may carry a second request at all.
+    fn allow_reuse(&self) -> bool {
+        self.idle > 0 && self.idle_per_origin > 0
+    }
+}
+
 /// How long an origin that has connections of its own waits for one of them to come back before another
 /// origin's is closed for it. Short waits are the normal state at the limit, and to close a connection for each
 /// would cost a dial each time.
@@ -559,15 +566,20 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
 
     /// A connection that nobody holds goes to whoever is next, to the shelf, or to its end.
     fn offer(&mut self, place: Place, item: T, since: Stamp, now: Stamp, fx: &mut Effects<T, W>) {
-        if self.mode == Mode::Closed {
-            return fx.close(item, CloseReason::PoolClosed);
+        let end = match self.mode {
+            Mode::Closed => Some(CloseReason::PoolClosed),
+            _ if !item.is_unused() && !self.limits.allow_reuse() => Some(CloseReason::IdleLimit),
+            _ => item.over(now),
+        };
+        match end {
+            Some(reason) => fx.close(item, reason),
+            None if self.must_yield(place, now.at) => fx.close(item, CloseReason::MadeRoom),
+            None => self.hand_over(place, item, since, fx),
         }
-        if let Some(reason) = item.over(now) {
-            return fx.close(item, reason);
-        }
-        if self.must_yield(place, now.at) {
-            return fx.close(item, CloseReason::MadeRoom);
-        }
+        self.settle(place, fx);
+    }
+
+    fn hand_over(&mut self, place: Place, item: T, since: Stamp, fx: &mut Effects<T, W>) {
         let is_retired = self.mode == Mode::Retired;
         let Some(origin) = self.origin(place) else {
             return fx.close(item, CloseReason::PoolDropped);
@@ -594,7 +606,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 ticket,
                 word: Word::Connection(item, Some(since)),
             });
-            return self.settle(place, fx);
+            return;
         }
         if is_retired {
             return fx.close(item, CloseReason::PoolDropped);
@@ -606,7 +618,6 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if self.idle > self.limits.idle {
             self.evict_oldest(CloseReason::IdleLimit, fx);
         }
-        self.settle(place, fx);
     }
 
     /// Whether a connection of this origin must leave its seat to another origin, although somebody in line

@@ -342,6 +342,8 @@ impl Model {
             let at = at.expect("told somebody who is not in line");
             match word {
                 Word::Connection(thing, since) => {
+                    let reuse = self.limits.idle > 0 && self.limits.idle_per_origin > 0;
+                    assert!(reuse || !thing.used, "reused although that is off");
                     let waiting = self.line.remove(at);
                     let in_hand = self.in_hand.take();
                     assert_eq!(in_hand, Some(thing.id), "a connection out of nowhere");
@@ -512,7 +514,7 @@ proptest! {
     fn whatever_happens_the_limits_hold_and_nobody_is_forgotten(
         events in proptest::collection::vec(event(), 0..200),
         limits in limits(),
-        lifetime in proptest::option::of(5u64..60),
+        lifetime in proptest::option::of(0u64..60),
         closes in proptest::option::of(0usize..200),
     ) {
         let mut model = Model::new(limits, lifetime.map(Duration::from_secs));
