@@ -262,6 +262,7 @@ mod tests {
         assert_eq!(taken.over, Some(CloseReason::IdleTimeout));
     }
 
+    /// curl/curl#7751
     #[test]
     fn a_life_that_is_over_ends_an_item_on_the_shelf_and_at_hand_over() {
         let start = stamp();

@@ -193,7 +193,7 @@ impl Upload {
         self.is_finished() || self.0.as_ref().is_none_or(released)
     }
 
-    /// Whether the caller's body returned an error.
+    /// Whether the caller's body returned an error, or panicked.
     pub(crate) fn has_failed(&self) -> bool {
         let failed = |progress: &Arc<Progress>| progress.failed.load(Ordering::Acquire);
         self.0.as_ref().is_some_and(failed)
@@ -366,10 +366,21 @@ impl Body for OutBody {
         self.begun = true;
         let frame = match self.again.pop_front() {
             Some(frame) => Some(Ok(frame)),
-            None => match &mut self.inner {
-                Some(inner) => ready!(inner.as_mut().poll_frame(cx)),
-                None => None,
-            },
+            None => {
+                let OutBody { inner, upload, .. } = &mut *self;
+                match inner {
+                    Some(inner) => {
+                        let mut asked = Asked {
+                            upload,
+                            has_answered: false,
+                        };
+                        let polled = inner.as_mut().poll_frame(cx);
+                        asked.has_answered = true;
+                        ready!(polled)
+                    }
+                    None => None,
+                }
+            }
         };
         match &frame {
             Some(Ok(frame)) => {
@@ -409,6 +420,21 @@ impl Body for OutBody {
             hint.set_upper(upper.saturating_sub(self.gone));
         }
         hint
+    }
+}
+
+/// The caller's body is being asked for a frame. If it panics instead of an answer, it has failed: what it would give
+/// if it were asked again is not the request that was meant.
+struct Asked<'a> {
+    upload: &'a Upload,
+    has_answered: bool,
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        if !self.has_answered {
+            self.upload.note(|progress| &progress.failed);
+        }
     }
 }
 

@@ -279,6 +279,7 @@ mod tests {
         }
     }
 
+    /// smithy-lang/smithy-rs#4677: no `TCP_NODELAY`, and 40 ms more for each small request.
     #[tokio::test]
     async fn options_are_set_on_the_socket() {
         let (client, _server) = pair().await;

@@ -167,7 +167,8 @@ async fn a_dropped_request_closes_its_connection_and_nothing_else() {
     }
 }
 
-/// aio-libs/aiohttp#7864, ledgetech/lua-resty-http#138: after a timeout, somebody else's answer.
+/// aio-libs/aiohttp#7864, ledgetech/lua-resty-http#138, KodeBarinn/kode-bridge#27: after a timeout, somebody else's
+/// answer.
 #[tokio::test]
 async fn a_late_answer_never_reaches_the_next_request() {
     let late = Gate::new();
@@ -200,7 +201,7 @@ async fn a_late_answer_never_reaches_the_next_request() {
     assert_eq!(peer.accepted(), 2);
 }
 
-/// A storm of echoes with limits of every length: whoever gets an answer gets his own.
+/// aio-libs/aiohttp#7864: a storm of echoes with limits of every length; whoever gets an answer gets his own.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn under_random_cancels_every_answer_is_the_callers_own() {
     let peer = Peer::start(Scheme::Http, |conn| {

@@ -83,7 +83,7 @@ async fn the_pool_runs_under_the_layers_of_tower_http() {
         .expect("a body")
         .to_bytes();
     assert_eq!(body, "set");
-    // cloudflare/pingora#866: the body of a redirect is drained, its connection used again.
+    // cloudflare/pingora#866, cloudflare/pingora#952: the body of a redirect is drained, its connection used again.
     assert_eq!(peer.accepted(), 1);
 }
 

@@ -9,7 +9,7 @@ use idempool::{CloseReason, Pool};
 use tokio::runtime::Handle;
 
 use crate::support::{
-    BOTH, Conn, Ended, Gate, Logs, Peer, Scheme, builder, eventually, fetch, get,
+    BOTH, Conn, Ended, Gate, HeldClock, Logs, Peer, Scheme, builder, eventually, fetch, get,
     hold_runtime_until, on_both_runtimes, pool, post, read,
 };
 
@@ -46,34 +46,7 @@ fn idle_connections_close_after_their_time_without_any_further_call() {
     });
 }
 
-/// Keeps tokio's clock where it is until it is moved by hand: with a blocking task at work it does not
-/// jump ahead when all wait for the network.
-struct HeldClock(Gate);
-
-impl HeldClock {
-    fn start() -> HeldClock {
-        tokio::time::pause();
-        let gate = Gate::new();
-        let end = gate.clone();
-        tokio::task::spawn_blocking(move || end.pass());
-        HeldClock(gate)
-    }
-
-    async fn advance(&self, time: Duration) {
-        tokio::time::advance(time).await;
-        // The tasks whose timers fired do what they do.
-        for _ in 0..100 {
-            tokio::task::yield_now().await;
-        }
-    }
-}
-
-impl Drop for HeldClock {
-    fn drop(&mut self) {
-        self.0.open();
-    }
-}
-
+/// curl/curl#4013: ages were compared in another unit than they were set in.
 #[tokio::test]
 async fn the_idle_time_counts_from_the_last_use() {
     let clock = HeldClock::start();

@@ -7,6 +7,7 @@ mod support;
 
 mod answers;
 mod cancel;
+mod churn;
 mod delivery;
 mod desync;
 mod ecosystem;
@@ -14,6 +15,7 @@ mod fault_matrix;
 mod idle;
 mod incomplete;
 mod layering;
+mod lifetime;
 mod logging;
 #[cfg(target_os = "linux")]
 mod network;

@@ -417,7 +417,7 @@ async fn a_request_that_cannot_be_sent_says_so_before_any_io() {
     assert_eq!(pool.stats().connections_opened, 0);
 }
 
-/// Head and small body in one write: 40 ms are lost where Nagle meets a delayed acknowledgement, and a head
+/// smithy-lang/smithy-rs#4677. Head and small body in one write: 40 ms are lost where Nagle meets a delayed acknowledgement, and a head
 /// that arrives alone is a request half delivered.
 #[tokio::test]
 async fn a_small_request_leaves_in_one_write() {

@@ -1,5 +1,6 @@
 //! What the tests are written in: a scripted peer, certificates for it, and a client for it.
 
+mod clock;
 mod logs;
 mod peer;
 mod tls;
@@ -13,6 +14,7 @@ use http_body::Body;
 use http_body_util::{BodyExt, Full};
 use idempool::{Builder, Pool, ResponseBody};
 
+pub(crate) use clock::{HeldClock, yield_until};
 pub(crate) use logs::Logs;
 pub(crate) use peer::{Conn, Ended, Gate, Peer, Received, Scheme};
 pub(crate) use tls::{Names, client_config, client_config_with, server_config};

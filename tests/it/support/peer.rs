@@ -91,10 +91,30 @@ impl Peer {
         config: Arc<ServerConfig>,
         script: impl Fn(&mut Conn) + Send + Sync + 'static,
     ) -> Peer {
+        Peer::serve(listener, scheme, config, |_| (), script)
+    }
+
+    /// A peer over TLS whose connections, each with its index, pass a door before their handshake.
+    pub(crate) fn start_behind(
+        door: impl Fn(usize) + Send + Sync + 'static,
+        script: impl Fn(&mut Conn) + Send + Sync + 'static,
+    ) -> Peer {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+        let config = server_config(Names::Local);
+        Peer::serve(listener, Scheme::Https, config, door, script)
+    }
+
+    fn serve(
+        listener: TcpListener,
+        scheme: Scheme,
+        config: Arc<ServerConfig>,
+        door: impl Fn(usize) + Send + Sync + 'static,
+        script: impl Fn(&mut Conn) + Send + Sync + 'static,
+    ) -> Peer {
         let address = listener.local_addr().expect("address");
         let shared = Arc::new(Shared::default());
         let state = Arc::clone(&shared);
-        let script = Arc::new(script);
+        let (door, script) = (Arc::new(door), Arc::new(script));
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let Ok(stream) = stream else { return };
@@ -102,9 +122,11 @@ impl Peer {
                 let open = state.open.fetch_add(1, SeqCst) + 1;
                 state.most_open.fetch_max(open, SeqCst);
                 let (state, script) = (Arc::clone(&state), Arc::clone(&script));
+                let door = Arc::clone(&door);
                 let config = Arc::clone(&config);
                 std::thread::spawn(move || {
                     let run = AssertUnwindSafe(|| {
+                        door(index);
                         let wire = match scheme {
                             Scheme::Http => Some(Wire::Plain(stream)),
                             Scheme::Https => shake_hands(stream, config, &state),
@@ -505,6 +527,15 @@ impl Conn {
     pub(crate) fn await_unread_byte(&mut self) {
         let peeked = self.tcp().peek(&mut [0]).expect("a byte");
         assert_eq!(peeked, 1, "the client closed");
+    }
+
+    /// Whether a byte is there that was not read, in the kernel or already taken from it. Over TCP only.
+    pub(crate) fn has_unread_byte(&self) -> bool {
+        let tcp = self.tcp();
+        tcp.set_nonblocking(true).expect("nonblocking");
+        let peeked = tcp.peek(&mut [0]);
+        tcp.set_nonblocking(false).expect("blocking");
+        !self.buffer.is_empty() || peeked.is_ok_and(|bytes| bytes > 0)
     }
 
     /// As [`await_first_byte`](Conn::await_first_byte), for scripts that do not mind a client that closes.
