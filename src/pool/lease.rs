@@ -285,8 +285,9 @@ async fn in_line(
             Some(heard) = news.recv() => Some(heard),
             ended = dial_ended(&mut dial) => match ended {
                 Some(error) => return Err(error),
-                // What it has brought is among the news already, unless its runtime is gone.
-                None => news.try_recv().ok(),
+                // Out of line: by what it has brought, or by a connection that came back, of which another
+                // thread is about to tell. Nobody is left to tell anything only where its runtime is gone.
+                None => news.recv().await,
             },
             kind = &mut out_of_patience => {
                 let phase = dial.map_or(Phase::Queue, |dial| dial.stage.phase());

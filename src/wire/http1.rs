@@ -52,6 +52,9 @@ pub(crate) enum Parting {
     Linger,
     /// Its socket goes at once.
     Now,
+    /// Its socket goes at once and the peer is told with a reset, which it does not answer: what is waited for is
+    /// the time in which it hears of it.
+    Reset,
 }
 
 impl Stop {
@@ -247,7 +250,7 @@ impl Conn {
                 let error = evidence::of_limit(limit, traffic, upload, elapsed, socket.as_deref());
                 if socket.is_some_and(|socket| socket.forget_unacknowledged()) {
                     // Nobody is there to say goodbye to, and what the kernel holds must not arrive any more.
-                    self.stop.send(Parting::Now);
+                    self.stop.send(Parting::Reset);
                 }
                 return Err(Failed { error, again: None });
             }
@@ -369,6 +372,10 @@ impl Driver {
     pub(crate) async fn leave(self, end: End) {
         match end {
             End::Stopped(Parting::Now) => {}
+            End::Stopped(Parting::Reset) => {
+                drop(self);
+                sleep(RESET_TIME).await;
+            }
             End::Stopped(Parting::Linger) | End::Over(_) => self.linger().await,
         }
     }
@@ -389,24 +396,39 @@ impl Driver {
         let goodbye = async {
             while left > 0 {
                 if socket.stream().readable().await.is_err() {
-                    return;
+                    return true;
                 }
                 match socket.stream().try_read(&mut scrap) {
-                    Ok(0) => return socket.note_end(PeerEnd::Fin),
+                    Ok(0) => {
+                        socket.note_end(PeerEnd::Fin);
+                        return true;
+                    }
                     Ok(read) => left = left.saturating_sub(read),
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                    Err(error) => return socket.note_error(error.kind()),
+                    Err(error) => {
+                        socket.note_error(error.kind());
+                        return true;
+                    }
                 }
             }
+            false
         };
         // Either way the socket closes now, and what it still holds is for nobody.
-        let _ = tokio::time::timeout_at(deadline, goodbye).await;
+        let ended = tokio::time::timeout_at(deadline, goodbye).await;
         socket.forget_unacknowledged();
+        drop(socket);
+        if ended == Ok(false) {
+            // The kernel has reset it: more has come than was read.
+            sleep(RESET_TIME).await;
+        }
     }
 }
 
 /// A peer that is alive closes within a round trip.
 const LINGER_TIME: Duration = Duration::from_secs(1);
+/// A reset is not answered, so nothing tells when the peer has closed. Longer than most round trips and than a
+/// server's loop takes to come round, so that the next connection does not meet this one there.
+const RESET_TIME: Duration = Duration::from_millis(50);
 /// More than alerts and tickets is a peer that does not mean to stop.
 const LINGER_BYTES: usize = 16 * 1024;
 

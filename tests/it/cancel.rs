@@ -1,40 +1,14 @@
 //! Futures dropped at every await, and what the pool looks like afterwards.
 
-use std::future::Future;
-use std::pin::pin;
-use std::task::Poll;
 use std::time::Duration;
 
 use http_body_util::BodyExt;
 use idempool::{CloseReason, Pool};
 
 use crate::support::{
-    BOTH, Gate, Peer, Scheme, eventually, fetch, get, on_both_runtimes, pool, post, read,
+    BOTH, Gate, Peer, Scheme, drop_after, eventually, fetch, get, on_both_runtimes, pool, post,
+    read,
 };
-
-/// Polls the future so many times, each time when it was woken, and drops it. `true` if it ended first.
-async fn drop_after<F: Future>(polls: usize, future: F) -> bool {
-    let mut future = pin!(future);
-    let mut left = polls;
-    std::future::poll_fn(|cx| {
-        if left == 0 {
-            return Poll::Ready(false);
-        }
-        left -= 1;
-        match future.as_mut().poll(cx) {
-            Poll::Ready(_) => Poll::Ready(true),
-            Poll::Pending => {
-                // Dropped where it stands: right after the poll in which it began to wait.
-                if left == 0 {
-                    Poll::Ready(false)
-                } else {
-                    Poll::Pending
-                }
-            }
-        }
-    })
-    .await
-}
 
 /// Nothing is held, and every connection ever opened is idle or counted as closed.
 async fn settled(pool: &Pool, case: &str) {
@@ -73,7 +47,7 @@ fn an_exchange_dropped_at_any_await_leaves_the_pool_exact() {
                     let url = peer.url(&format!("/drop-{polls}"));
                     let request = post(&url, vec![b'x'; size]);
                     let exchange = async { read(pool.send(request).await.expect("sent")).await };
-                    let ended = drop_after(polls, exchange).await;
+                    let ended = drop_after(polls, exchange).await.is_some();
                     settled(
                         &pool,
                         &format!("{scheme} reused {reused} size {size} poll {polls}"),

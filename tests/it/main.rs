@@ -16,6 +16,7 @@ mod idle;
 mod incomplete;
 mod layering;
 mod lifetime;
+mod load;
 mod logging;
 #[cfg(target_os = "linux")]
 mod network;
@@ -23,5 +24,6 @@ mod persistence;
 mod resolve;
 mod retry;
 mod stale;
+mod storm;
 mod timeouts;
 mod tls;

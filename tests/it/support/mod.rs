@@ -5,7 +5,9 @@ mod logs;
 mod peer;
 mod tls;
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -74,6 +76,25 @@ pub(crate) async fn fetch(
 ) -> Result<String, idempool::Error> {
     let body = read(pool.send(request).await?).await?;
     Ok(String::from_utf8(body.to_vec()).expect("text"))
+}
+
+/// Polls the future so many times, each time when it was woken, and drops it. `None` unless it ended first.
+pub(crate) async fn drop_after<F: Future>(polls: usize, future: F) -> Option<F::Output> {
+    let mut future = pin!(future);
+    let mut left = polls;
+    poll_fn(|cx| {
+        if left == 0 {
+            return Poll::Ready(None);
+        }
+        left -= 1;
+        match future.as_mut().poll(cx) {
+            Poll::Ready(output) => Poll::Ready(Some(output)),
+            // Dropped where it stands: right after the poll in which it began to wait.
+            Poll::Pending if left == 0 => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
 }
 
 /// Waits for what another thread or the kernel is about to do. Fails after ten seconds, which no
