@@ -22,7 +22,7 @@ use tracing::Instrument;
 use crate::clock::{Instant, now, stamp};
 use crate::error::{DialFailure, Error, ErrorKind, Phase};
 use crate::origin::Origin;
-use crate::pool::card::{Card, Ear, PoolHeld, PoolPermit};
+use crate::pool::card::{Card, Ear, PoolHeld, PoolPermit, PoolSeat};
 use crate::pool::desk::{Asked, News};
 use crate::pool::keeper::{Kept, keep};
 use crate::pool::state::Shared;
@@ -47,6 +47,10 @@ pub(crate) struct Lease {
 /// What a request asks for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish {
+    /// Its place in line, should it have to wait.
+    pub(crate) ticket: Ticket,
+    /// It had a connection before, which was no good: it is not turned away.
+    pub(crate) again: bool,
     /// A connection that has carried nothing yet.
     pub(crate) fresh: bool,
     /// When the wait for it must end, and what it is then called.
@@ -65,8 +69,10 @@ impl Lease {
         origin: &Origin,
         wish: Wish,
     ) -> Result<Lease, Error> {
-        let ticket = shared.desk.ticket();
-        let mut again = false;
+        let mut again = wish.again;
+        // The seat of a connection that was found dead, so that nobody behind gets it before this one is back
+        // in line.
+        let mut seat = None;
         if let Some((until, kind)) = wish.until
             && now() >= until
         {
@@ -79,13 +85,14 @@ impl Lease {
             };
             let lease = match idle {
                 Some(held) => Lease::new(shared, origin, held)?,
-                None => in_line(shared, origin, wish, ticket, again).await?,
+                None => in_line(shared, origin, Wish { again, ..wish }, seat.take()).await?,
             };
             if !lease.facts.is_reused() {
                 return Ok(lease);
             }
-            if let Some(lease) = lease.if_alive().await {
-                return Ok(lease);
+            match lease.if_alive().await {
+                Ok(lease) => return Ok(lease),
+                Err(of_the_dead) => seat = of_the_dead,
             }
             again = true;
         }
@@ -114,12 +121,19 @@ impl Lease {
         })
     }
 
-    async fn if_alive(self) -> Option<Lease> {
-        let conn = &self.held.as_ref()?.item()?.conn;
-        let verdict = conn.probe(self.shared.config.probe_patience).await;
+    /// Gives the lease back if its connection is alive, else the seat, which is not free before that is dropped.
+    async fn if_alive(self) -> Result<Lease, Option<Arc<PoolSeat>>> {
+        let Some(card) = self.held.as_ref().and_then(PoolHeld::item) else {
+            return Err(None);
+        };
+        let verdict = card.conn.probe(self.shared.config.probe_patience).await;
+        if let Probe::Quiet = verdict {
+            return Ok(self);
+        }
+        let seat = Arc::clone(&card.seat);
         let counters = &self.shared.counters;
         match verdict {
-            Probe::Quiet => return Some(self),
+            Probe::Quiet => {}
             Probe::Ended => {
                 // Its task saw it first, and found it in our hands.
                 Counters::add(&counters.closed_while_idle);
@@ -136,7 +150,7 @@ impl Lease {
                 self.close(reason);
             }
         }
-        None
+        Err(Some(seat))
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
@@ -241,6 +255,9 @@ struct Dial {
 
 /// Waits in line for whichever comes first: a connection that is given back, or a dial of its own.
 ///
+/// `seat` is that of a connection that the same request had got and could not use. It is let go once the request is
+/// in line, so that it is the first to have it.
+///
 /// # Cancel safety
 ///
 /// Dropping the future leaves the line. What it had been given is passed on, its dial is finished and pooled.
@@ -248,15 +265,14 @@ async fn in_line(
     shared: &Arc<Shared>,
     origin: &Origin,
     wish: Wish,
-    ticket: Ticket,
-    again: bool,
+    seat: Option<Arc<PoolSeat>>,
 ) -> Result<Lease, Error> {
     let (ear, mut news) = mpsc::unbounded_channel();
     let asks = Asks {
         who: Ear(ear),
-        ticket,
+        ticket: wish.ticket,
         fresh: wish.fresh,
-        again,
+        again: wish.again,
     };
     // Dropped before the news are: whoever leaves the line is told nothing more.
     let spot = match shared.desk.ask(origin, asks) {
@@ -267,6 +283,7 @@ async fn in_line(
         }
         Asked::Closed => return Err(pool_closed()),
     };
+    drop(seat);
     let mut dial: Option<Dial> = None;
     let out_of_patience = async {
         match wish.until {

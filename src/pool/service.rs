@@ -309,11 +309,18 @@ async fn send_to(
         patience.map(|at| (at, ErrorKind::AcquireTimeout)),
     ];
     let until = until.into_iter().flatten().min_by_key(|(at, _)| *at);
+    // One place in line, however often the request moves on.
+    let ticket = shared.desk.ticket();
     let (mut moves_to_idle, mut moves_to_fresh) = (0, 0);
     let mut may_expect = outgoing.may_expect();
     loop {
         let fresh = must_be_fresh || moves_to_idle >= MOVES_TO_IDLE || moves_to_fresh > 0;
-        let wish = Wish { fresh, until };
+        let wish = Wish {
+            ticket,
+            again: moves_to_idle + moves_to_fresh > 0,
+            fresh,
+            until,
+        };
         let mut lease = Lease::acquire(shared, origin, wish).await?;
         let method = outgoing.head.method.clone();
         let said_close = persist::has_connection_option(&outgoing.head.headers, "close");

@@ -562,6 +562,22 @@ fn a_connection_that_comes_back_belongs_to_the_first_in_line_at_once() {
     assert_eq!(waiting, [3], "the second has it, the third waits");
 }
 
+/// dotnet/corefx#29410: with reuse off, those in line get connections of their own, and one after the other.
+#[test]
+fn where_reuse_is_off_a_used_connection_goes_to_nobody_in_line() {
+    let mut model = model(Limits {
+        idle_per_origin: 0,
+        ..ONE
+    });
+    for event in [ask(0), Event::DialDone(0), ask(0), Event::End(0)] {
+        model.step(event);
+    }
+    assert_eq!(model.count(None, State::Closing), 1);
+    assert!(!model.line[0].dials, "the seat is still taken");
+    model.step(Event::Gone(0));
+    assert!(model.line[0].dials);
+}
+
 /// dotnet/runtime#60654: a failed dial concerns the request that it was made for.
 #[test]
 fn a_failed_dial_takes_nobody_but_its_owner_out_of_the_line() {

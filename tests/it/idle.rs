@@ -364,6 +364,7 @@ async fn a_thousand_closes_by_the_server_leave_no_socket_behind() {
     assert_eq!((stats.idle, stats.busy), (0, 0));
 }
 
+/// seanmonstar/reqwest#1148, hyperium/hyper#2892: a client in a static, used by one test after the other, panicked.
 /// What ran the connections is gone; what they were promised to is not.
 #[test]
 fn a_pool_that_outlives_its_runtime_dials_anew_on_the_next() {

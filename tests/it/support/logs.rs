@@ -1,12 +1,12 @@
 //! What the crate logs on this thread.
 
 use std::fmt::Write;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::DefaultGuard;
-use tracing::{Event, Level, Subscriber};
+use tracing::{Dispatch, Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
 /// Keeps every event of this thread until it is dropped.
@@ -15,8 +15,13 @@ pub(crate) struct Logs {
     _guard: DefaultGuard,
 }
 
+/// With a single subscriber alive, tracing lets the thread that comes to an event first decide for all threads
+/// whether anybody wants it, and that may be another test's. With two it asks both.
+static SECOND: OnceLock<Dispatch> = OnceLock::new();
+
 impl Logs {
     pub(crate) fn capture() -> Logs {
+        SECOND.get_or_init(|| Dispatch::new(tracing_subscriber::registry()));
         let events = Arc::default();
         let capture = Capture(Arc::clone(&events));
         let subscriber = tracing_subscriber::registry().with(capture);

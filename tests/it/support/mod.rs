@@ -19,7 +19,10 @@ use idempool::{Builder, Pool, ResponseBody};
 pub(crate) use clock::{HeldClock, yield_until};
 pub(crate) use logs::Logs;
 pub(crate) use peer::{Conn, Ended, Gate, Peer, Received, Scheme};
-pub(crate) use tls::{Names, client_config, client_config_with, server_config};
+pub(crate) use tls::{
+    Identity, Names, client_config, client_config_of, client_config_with, server_config,
+    server_config_asking_for_identity,
+};
 
 /// Both schemes, for promises that hold over each.
 pub(crate) const BOTH: [Scheme; 2] = [Scheme::Http, Scheme::Https];

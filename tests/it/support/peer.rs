@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use rustls::pki_types::CertificateDer;
 use rustls::server::Acceptor;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use socket2::SockRef;
@@ -347,6 +348,14 @@ impl Conn {
         match &self.wire {
             Wire::Plain(stream) => stream,
             Wire::Tls(stream) => &stream.sock,
+        }
+    }
+
+    /// Over TLS: the certificate that the client has shown, on this connection or on the one that it resumes.
+    pub(crate) fn client_certificate(&self) -> Option<CertificateDer<'static>> {
+        match &self.wire {
+            Wire::Plain(_) => None,
+            Wire::Tls(stream) => Some(stream.conn.peer_certificates()?.first()?.clone()),
         }
     }
 
