@@ -351,7 +351,8 @@ impl Model {
                     let earlier = self.line.iter().any(|other| {
                         other.origin == waiting.origin
                             && other.ticket < ticket
-                            && (!other.fresh || !thing.used)
+                            // Who needs a fresh one and has no dial needs the seat.
+                            && (!other.fresh || !thing.used || !other.dials)
                     });
                     assert!(is_own || !earlier, "served out of turn");
                     assert!(!waiting.fresh || !thing.used, "not a fresh one");
@@ -401,6 +402,7 @@ impl Model {
     fn check(&self) {
         let limits = &self.limits;
         let surveys = self.plan.survey();
+        let mut wanted = 0;
         for origin in 0..4 {
             let survey = surveys.iter().find(|survey| survey.key == origin);
             let gauges = survey.map(|survey| survey.gauges).unwrap_or_default();
@@ -451,14 +453,16 @@ impl Model {
                 !blocked_here || gauges.idle == 0 || gauges.closing > 0,
                 "idle ones keep a fresh one waiting"
             );
-            let blocked_by_all = !undialed.is_empty() && has_room && is_full;
-            assert!(
-                !blocked_by_all
-                    || self.count(None, State::Idle) == 0
-                    || self.count(None, State::Closing) > 0,
-                "idle ones elsewhere keep it waiting"
-            );
+            if has_room {
+                let room = limits.connections_per_origin - seats;
+                let room = room.min(limits.dials_per_origin - gauges.dialing);
+                wanted += room.min(undialed.len());
+            }
         }
+        assert!(
+            self.count(None, State::Idle) == 0 || self.count(None, State::Closing) >= wanted,
+            "idle ones keep somebody elsewhere waiting"
+        );
         assert!(self.connections.len() <= limits.connections);
         assert_eq!(self.plan.seats(), self.connections.len());
         assert!(self.count(None, State::Idle) <= limits.idle);
