@@ -169,6 +169,7 @@ pub(crate) struct Counters {
     pub(crate) closed_while_idle: AtomicU64,
     pub(crate) stale_after_write: AtomicU64,
     pub(crate) handed_back: AtomicU64,
+    pub(crate) acks_hastened: AtomicU64,
     closes: [AtomicU64; CloseReason::ALL.len()],
     retries: [AtomicU64; RetryReason::ALL.len()],
     refusals: [AtomicU64; Refusal::ALL.len()],
@@ -194,6 +195,7 @@ impl Counters {
             closed_while_idle: AtomicU64::new(0),
             stale_after_write: AtomicU64::new(0),
             handed_back: AtomicU64::new(0),
+            acks_hastened: AtomicU64::new(0),
             closes: zeroes(),
             retries: zeroes(),
             refusals: zeroes(),
@@ -257,6 +259,7 @@ impl Counters {
             closed_while_idle: read(&self.closed_while_idle),
             stale_after_write: read(&self.stale_after_write),
             handed_back: read(&self.handed_back),
+            acks_hastened: read(&self.acks_hastened),
             closes: ByReason::read(CloseReason::ALL, &self.closes),
             retries: ByReason::read(RetryReason::ALL, &self.retries),
             refusals: ByReason::read(Refusal::ALL, &self.refusals),
@@ -347,6 +350,9 @@ pub struct Stats {
     pub stale_after_write: u64,
     /// Times that the pool itself moved a request of which no byte was sent to another connection.
     pub handed_back: u64,
+    /// Responses whose beginning was acknowledged at once because their server waits for that: each saved a
+    /// delay of 40 ms (Linux and Android).
+    pub acks_hastened: u64,
     /// Connections closed, by reason.
     pub closes: ByReason<CloseReason>,
     /// Requests sent again by a retry layer above this pool, by reason.
@@ -458,6 +464,13 @@ impl fmt::Display for Stats {
             self.stale_after_write,
             self.handed_back
         )?;
+        if self.acks_hastened > 0 {
+            write!(
+                f,
+                "\nsplit        {} responses came in two parts and were acknowledged at once",
+                self.acks_hastened
+            )?;
+        }
         line(f, "closed", &self.closes)?;
         line(f, "retried", &self.retries)?;
         line(f, "not retried", &self.refusals)?;

@@ -4,3 +4,4 @@ pub(crate) mod addresses;
 pub(crate) mod persist;
 pub(crate) mod plan;
 pub(crate) mod shelf;
+pub(crate) mod split;

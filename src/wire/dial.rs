@@ -34,6 +34,7 @@ use crate::clock::{Instant, now};
 use crate::error::{Error, ErrorKind, Phase};
 use crate::origin::Origin;
 use crate::rules::addresses::{Address, Book, Order};
+use crate::rules::split::Split;
 use crate::stats::{CloseReason, Counters};
 use crate::timings::{DialTimings, Handshake};
 use crate::wire::http1::{Conn, Driver, establish};
@@ -297,6 +298,7 @@ impl Dialer {
         } = opened;
         self.options.apply(&socket);
         let meter = Meter::new(Arc::clone(counters), origin.is_https());
+        meter.learn(origin, self.books.split(origin));
         let stream = Metered::new(socket, Arc::clone(&meter));
         let shared = Arc::clone(stream.socket());
         let peer = stream.peer_addr();
@@ -401,14 +403,21 @@ impl Stage {
 
 /// What is known of the addresses of each origin.
 #[derive(Clone, Debug, Default)]
-struct Books(Arc<Mutex<HashMap<Origin, Book>>>);
+struct Books(Arc<Mutex<HashMap<Origin, Known>>>);
 
 /// Books kept although nothing is open to their addresses any more, for what is known of failures; as many as
 /// the pool keeps unused origins. Beyond this many those are forgotten.
 const MAX_UNUSED_BOOKS: usize = 1024;
 
+/// What is known of an origin.
+#[derive(Debug, Default)]
+struct Known {
+    book: Book,
+    split: Arc<Split>,
+}
+
 impl Books {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Origin, Book>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Origin, Known>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -422,9 +431,9 @@ impl Books {
     ) -> (Order, bool) {
         let mut books = self.lock();
         if books.len() >= MAX_UNUSED_BOOKS && !books.contains_key(origin) {
-            books.retain(|_, book| book.is_used());
+            books.retain(|_, known| known.book.is_used());
         }
-        let book = books.entry(origin.clone()).or_default();
+        let book = &mut books.entry(origin.clone()).or_default().book;
         let now = now();
         let any_gone = book.answer(found, asked, now);
         (book.order(now, tried), any_gone)
@@ -434,24 +443,29 @@ impl Books {
         if sockets.is_empty() {
             return;
         }
-        if let Some(book) = self.lock().get_mut(origin) {
+        if let Some(known) = self.lock().get_mut(origin) {
             let now = now();
             for &socket in sockets {
-                book.failed(socket, now);
+                known.book.failed(socket, now);
             }
         }
     }
 
     fn worked(&self, origin: &Origin, socket: SocketAddr) {
-        if let Some(book) = self.lock().get_mut(origin) {
-            book.worked(socket);
+        if let Some(known) = self.lock().get_mut(origin) {
+            known.book.worked(socket);
         }
     }
 
     fn evict(&self, origin: &Origin) {
-        if let Some(mut book) = self.lock().remove(origin) {
-            book.retire_all(CloseReason::Evicted);
+        if let Some(mut known) = self.lock().remove(origin) {
+            known.book.retire_all(CloseReason::Evicted);
         }
+    }
+
+    /// How the origin sends its responses, to be learnt by all connections to it together.
+    fn split(&self, origin: &Origin) -> Arc<Split> {
+        Arc::clone(&self.lock().entry(origin.clone()).or_default().split)
     }
 }
 

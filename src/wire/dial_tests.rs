@@ -153,7 +153,8 @@ impl World {
     }
 
     fn is_anything_held(&self) -> bool {
-        self.dialer.books.lock().values().any(Book::is_used)
+        let books = self.dialer.books.lock();
+        books.values().any(|known| known.book.is_used())
     }
 }
 

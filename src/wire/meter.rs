@@ -15,7 +15,7 @@
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll, ready};
 
@@ -26,8 +26,12 @@ use tokio::sync::Notify;
 
 use crate::clock::{Instant, now};
 use crate::delivery::PeerEnd;
+use crate::origin::Origin;
+use crate::rules::split::Split;
 use crate::stats::{CloseReason, Counters};
-use crate::wire::socket::{Peek, peek, reset_on_close, shut_write, take_error, tcp_state};
+use crate::wire::socket::{
+    Peek, acknowledge_now, peek, reset_on_close, shut_write, take_error, tcp_state,
+};
 
 /// The socket itself, and the first sign of its end. The connection's task owns it; the pool looks at it
 /// through a `Weak`, so that nothing but the task keeps the descriptor open. Only an exchange that may
@@ -111,6 +115,10 @@ pub(crate) struct Meter {
     opened: AtomicBool,
     counters: Arc<Counters>,
     secure: bool,
+    /// Exchanges begun so far.
+    exchanges: AtomicU32,
+    /// What is known of how the origin sends its responses, and which origin that is.
+    habit: OnceLock<(Origin, Arc<Split>)>,
 }
 
 #[derive(Debug, Default)]
@@ -195,7 +203,15 @@ impl Meter {
             opened: AtomicBool::new(false),
             counters,
             secure,
+            exchanges: AtomicU32::new(0),
+            habit: OnceLock::new(),
         })
+    }
+
+    /// Lets the connection learn, with the others to its origin, how responses are sent there.
+    pub(crate) fn learn(&self, origin: &Origin, split: Arc<Split>) {
+        // Called once, when the connection is made.
+        let _ = self.habit.set((origin.clone(), split));
     }
 
     /// The connection is established. `resumed` tells how, where there is TLS.
@@ -207,6 +223,7 @@ impl Meter {
     /// An exchange begins: the next write is its first, and is preceded by a look; where there is an interest,
     /// also by a note of what the kernel had acknowledged until then.
     pub(crate) fn begin(&self, interest: Interest) -> Mark {
+        self.exchanges.fetch_add(1, Relaxed);
         let mut gate = self.gate();
         gate.look = true;
         gate.interest = interest;
@@ -327,6 +344,9 @@ impl Drop for Meter {
 pub(crate) struct Metered {
     read: OwnedReadHalf,
     read_ended: bool,
+    /// The exchange whose response was read from last, and when its first bytes came if nothing has followed.
+    answered: u32,
+    began: Option<Instant>,
     socket: Arc<Socket>,
     meter: Arc<Meter>,
 }
@@ -343,6 +363,8 @@ impl Metered {
         Metered {
             read,
             read_ended: false,
+            answered: 0,
+            began: None,
             socket,
             meter,
         }
@@ -354,6 +376,34 @@ impl Metered {
 
     pub(crate) fn peer_addr(&self) -> Option<SocketAddr> {
         self.socket.stream().peer_addr().ok()
+    }
+
+    /// Bytes of a response have come. Acknowledges them at once where the server is known to wait for that, and
+    /// notices where it does.
+    fn note_read(&mut self) {
+        let exchange = self.meter.exchanges.load(Relaxed);
+        // On a fresh connection the kernel acknowledges at once by itself.
+        let Some((origin, split)) = self.meter.habit.get().filter(|_| exchange > 1) else {
+            return;
+        };
+        if exchange != self.answered {
+            self.answered = exchange;
+            if split.is_known() {
+                acknowledge_now(self.socket.stream());
+                Counters::add(&self.meter.counters.acks_hastened);
+            } else {
+                self.began = Some(now());
+            }
+        } else if let Some(began) = self.began.take()
+            && split.gap(now() - began)
+        {
+            tracing::warn!(
+                server.address = origin.host(),
+                server.port = origin.port(),
+                "each response comes in two parts, the second only after an acknowledgement that is delayed by 40 ms: \
+                 set TCP_NODELAY on the server, or send head and body in one write"
+            );
+        }
     }
 
     /// Writes what the kernel takes without waiting, for the farewell of a connection that is dropped.
@@ -466,6 +516,7 @@ impl AsyncRead for Metered {
                 self.socket.note_error(error.kind());
                 self.read_ended = true;
             }
+            Poll::Ready(Ok(())) if buf.filled().len() > before => self.note_read(),
             _ => {}
         }
         if poll.is_pending() && self.meter.watched.load(std::sync::atomic::Ordering::SeqCst) {

@@ -53,6 +53,17 @@ pub(crate) fn take_error(stream: &TcpStream) -> io::Result<Option<io::Error>> {
     SockRef::from(stream).take_error()
 }
 
+/// Sends the acknowledgement that the kernel is holding back, if it is (Linux and Android; nothing elsewhere). It
+/// may hold the next one back again.
+pub(crate) fn acknowledge_now(stream: &TcpStream) {
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    if let Err(error) = SockRef::from(stream).set_tcp_quickack(true) {
+        tracing::debug!(option = "quickack", %error, "socket option refused");
+    }
+    #[cfg(not(any(target_os = "linux", target_os = "android")))]
+    let _ = stream;
+}
+
 /// The options a new connection gets.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SocketOptions {

@@ -19,6 +19,7 @@ const ORDER: &[&str] = &[
     "rules/shelf",
     "rules/plan",
     "rules/addresses",
+    "rules/split",
     // Wire: the only I/O.
     "wire/socket",
     "wire/meter",

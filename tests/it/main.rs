@@ -27,6 +27,7 @@ mod persistence;
 mod resolve;
 mod retry;
 mod shutdown;
+mod split;
 mod stale;
 mod storm;
 mod timeouts;

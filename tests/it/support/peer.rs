@@ -484,6 +484,12 @@ impl Conn {
             .push(request.body.clone());
     }
 
+    /// Turns Nagle's algorithm on, which is how a socket is born: a small write waits for the acknowledgement of
+    /// the one before.
+    pub(crate) fn hold_small_writes(&self) {
+        self.tcp().set_nodelay(false).expect("nodelay");
+    }
+
     /// Sends bytes as they are. A client that is gone is no failure.
     pub(crate) fn send(&mut self, bytes: impl AsRef<[u8]>) {
         let bytes = bytes.as_ref();
