@@ -83,12 +83,12 @@ fn request(uri: &Uri) -> Request<Empty<Bytes>> {
 
 fn print(server: &str, client: &str, mut times: Vec<Duration>) {
     times.sort_unstable();
-    let mean = times.iter().sum::<Duration>() / times.len() as u32;
+    let mean = times.iter().sum::<Duration>().as_secs_f64() / times.len() as f64;
     println!(
         "split_response: client={client} server={server} requests={} p50_us={:.1} mean_us={:.1}",
         times.len(),
         times[times.len() / 2].as_secs_f64() * 1e6,
-        mean.as_secs_f64() * 1e6
+        mean * 1e6
     );
 }
 

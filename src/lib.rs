@@ -120,6 +120,6 @@ pub use retry::{
     Class, IdempotencyKey, InvalidKey, KeyForm, ReplayBody, Retry, RetryBudget, RetryFuture,
     RetryLayer, RetryPolicy,
 };
-pub use stats::{ByReason, CloseReason, OriginStats, Refusal, RetryReason, Stats};
+pub use stats::{ByReason, CloseReason, OriginStats, Profile, Refusal, RetryReason, Stats};
 pub use timings::{ConnectionFacts, DialTimings, Handshake, Timings};
 pub use wire::resolve::{Resolve, Resolving};

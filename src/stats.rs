@@ -260,6 +260,7 @@ impl Counters {
             stale_after_write: read(&self.stale_after_write),
             handed_back: read(&self.handed_back),
             acks_hastened: read(&self.acks_hastened),
+            too_old_to_trust: 0,
             closes: ByReason::read(CloseReason::ALL, &self.closes),
             retries: ByReason::read(RetryReason::ALL, &self.retries),
             refusals: ByReason::read(Refusal::ALL, &self.refusals),
@@ -353,6 +354,9 @@ pub struct Stats {
     /// Responses whose beginning was acknowledged at once because their server waits for that: each saved a
     /// delay of 40 ms (Linux and Android).
     pub acks_hastened: u64,
+    /// Times that a request which must not be sent twice found idle connections that had been idle for too long
+    /// to be trusted with it, and went on another.
+    pub too_old_to_trust: u64,
     /// Connections closed, by reason.
     pub closes: ByReason<CloseReason>,
     /// Requests sent again by a retry layer above this pool, by reason.
@@ -372,6 +376,23 @@ pub struct Stats {
     pub waiting: u64,
     /// Each origin that has a connection or a waiting request now, in order.
     pub origins: Vec<OriginStats>,
+}
+
+/// What a pool has learnt of how a server keeps idle connections ([`Pool::profile`](crate::Pool::profile)).
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Profile {
+    /// The last `Keep-Alive: timeout` of a response. Less a margin it limits the reuse for all requests.
+    pub announced_idle_timeout: Option<Duration>,
+    /// The shortest idle age of the last eight at which the server closed a connection.
+    pub shortest_close: Option<Duration>,
+    /// The longest idle age at which a connection was seen open since the last close.
+    pub longest_open: Option<Duration>,
+    /// Connections that have been idle for longer are not trusted with a request that must not be sent twice: one
+    /// without a key and of a method that is not idempotent.
+    pub trusted_idle_age: Duration,
+    /// How many closes and survivals this rests on.
+    pub observations: u64,
 }
 
 /// One origin of a pool at one moment.
@@ -464,6 +485,9 @@ impl fmt::Display for Stats {
             self.stale_after_write,
             self.handed_back
         )?;
+        if self.too_old_to_trust > 0 {
+            write!(f, "; {} too old to trust", self.too_old_to_trust)?;
+        }
         if self.acks_hastened > 0 {
             write!(
                 f,

@@ -55,6 +55,8 @@ pub(crate) struct Card {
     pub(crate) handshake: Option<Handshake>,
     /// Requests carried so far.
     pub(crate) served: u32,
+    /// The idle timeout that the server announced on it last.
+    pub(crate) announced: Option<Duration>,
     /// How many it may carry.
     pub(crate) most: Option<u32>,
     /// When it was established.

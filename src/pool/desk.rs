@@ -21,7 +21,10 @@ use tokio::sync::Notify;
 
 use crate::clock::{Stamp, stamp};
 use crate::error::DialFailure;
-use crate::rules::plan::{Answer, Asks, Effects, Limits, Place, Plan, Survey, Ticket, Told, Word};
+use crate::rules::idle::IdleRule;
+use crate::rules::plan::{
+    Answer, Asks, Effects, Limits, Need, Place, Plan, Survey, Ticket, Told, Word,
+};
 use crate::rules::shelf::{Expiry, Item};
 use crate::stats::CloseReason;
 use crate::sync::{Mutex, MutexGuard};
@@ -65,6 +68,8 @@ pub(crate) struct Desk<R: Trade> {
     plan: Mutex<PlanOf<R>>,
     /// The next ticket, and the next number of a connection.
     next: AtomicU64,
+    /// How often idle connections were too old for who asked.
+    too_old: AtomicU64,
     /// Somebody may be waiting for the last connection to close, or for the end of the pool.
     changed: Notify,
 }
@@ -74,6 +79,7 @@ impl<R: Trade> Desk<R> {
         Arc::new(Desk {
             plan: Mutex::new(Plan::new(limits, idle_timeout)),
             next: AtomicU64::new(1),
+            too_old: AtomicU64::new(0),
             changed: Notify::new(),
         })
     }
@@ -92,6 +98,9 @@ impl<R: Trade> Desk<R> {
     }
 
     fn carry_out(self: &Arc<Self>, fx: Fx<R>) {
+        if fx.too_old {
+            self.too_old.fetch_add(1, Relaxed);
+        }
         for told in fx.told {
             let Told {
                 who,
@@ -117,10 +126,10 @@ impl<R: Trade> Desk<R> {
         self.next.fetch_add(1, Relaxed)
     }
 
-    /// Takes the newest idle connection.
-    pub(crate) fn reuse(self: &Arc<Self>, key: &R::Key) -> Option<Held<R>> {
+    /// Takes the newest idle connection that will do.
+    pub(crate) fn reuse(self: &Arc<Self>, key: &R::Key, need: Need) -> Option<Held<R>> {
         let now = stamp();
-        let (place, item, since) = self.event(|plan, fx| plan.reuse(key, now, fx))?;
+        let (place, item, since) = self.event(|plan, fx| plan.reuse(key, need, now, fx))?;
         Some(Held::new(self, place, item, Some(since)))
     }
 
@@ -182,6 +191,16 @@ impl<R: Trade> Desk<R> {
         }
     }
 
+    /// How often idle connections were too old for a request that must not be sent twice.
+    pub(crate) fn too_old(&self) -> u64 {
+        self.too_old.load(Relaxed)
+    }
+
+    /// What was learnt of an origin.
+    pub(crate) fn learnt(&self, key: &R::Key) -> Option<IdleRule> {
+        self.plan().learnt(key).cloned()
+    }
+
     pub(crate) fn survey(&self) -> Vec<Survey<R::Key>> {
         self.plan().survey()
     }
@@ -200,6 +219,8 @@ pub(crate) struct Held<R: Trade> {
     /// `None` once it was given away.
     item: Option<R::Item>,
     since: Option<Stamp>,
+    /// How long it had been idle, once it has answered.
+    survived: Option<Duration>,
 }
 
 impl<R: Trade> Held<R> {
@@ -209,6 +230,7 @@ impl<R: Trade> Held<R> {
             place,
             item: Some(item),
             since,
+            survived: None,
         }
     }
 
@@ -225,9 +247,20 @@ impl<R: Trade> Held<R> {
         self.item.as_mut()
     }
 
-    /// Gives the connection back after an exchange.
-    pub(crate) fn put_back(mut self) {
+    /// Gives the connection back after an exchange, before which it had been idle for so long.
+    pub(crate) fn put_back(mut self, idle: Option<Duration>) {
         self.since = None;
+        self.survived = idle;
+    }
+
+    /// The connection was found closed after it had been idle for so long, or for less.
+    pub(crate) fn found_closed(&self, idle: Duration) {
+        self.desk.plan().found_closed(self.place, idle);
+    }
+
+    /// The server announces on it how long it keeps idle connections.
+    pub(crate) fn announced(&self, timeout: Duration) {
+        self.desk.plan().announced(self.place, timeout);
     }
 
     /// Takes the connection out of the pool. It keeps its seat until that is dropped.
@@ -246,8 +279,9 @@ impl<R: Trade> Drop for Held<R> {
         if let Some(item) = self.item.take() {
             let now = stamp();
             let since = self.since.unwrap_or(now);
+            let (place, survived) = (self.place, self.survived);
             self.desk
-                .event(|plan, fx| plan.put_back(self.place, item, since, now, fx));
+                .event(|plan, fx| plan.put_back(place, item, since, survived, now, fx));
         }
     }
 }
@@ -351,9 +385,11 @@ impl<R: Trade> Seat<R> {
         self.id
     }
 
-    /// Takes the connection off the shelf, if it is idle: nobody may find it from now on.
+    /// The server has closed the connection. Takes it off the shelf, if it is idle: nobody may find it from now on.
     pub(crate) fn remove(&self) -> Option<R::Item> {
-        self.desk.upgrade()?.plan().remove(self.place, self.id)
+        let desk = self.desk.upgrade()?;
+        let now = stamp();
+        desk.plan().remove(self.place, self.id, now)
     }
 
     /// Asks whether the connection's time is over while it is idle, and takes it off the shelf if so.

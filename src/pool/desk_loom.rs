@@ -88,7 +88,7 @@ fn ask(desk: &Arc<Desk<Numbers>>, inbox: &Inbox) -> Asked<Numbers> {
     let asks = Asks {
         who: inbox.clone(),
         ticket: desk.ticket(),
-        fresh: false,
+        need: Need::Any,
         again: false,
     };
     desk.ask(&0, asks)

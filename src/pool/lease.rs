@@ -26,7 +26,7 @@ use crate::pool::card::{Card, Ear, PoolHeld, PoolPermit, PoolSeat};
 use crate::pool::desk::{Asked, News};
 use crate::pool::keeper::{Kept, keep};
 use crate::pool::state::Shared;
-use crate::rules::plan::{Asks, Ticket};
+use crate::rules::plan::{Asks, Need, Ticket};
 use crate::stats::{CloseReason, Counters};
 use crate::timings::{ConnectionFacts, Handshake};
 use crate::wire::dial::{Dialed, Stage};
@@ -51,8 +51,7 @@ pub(crate) struct Wish {
     pub(crate) ticket: Ticket,
     /// It had a connection before, which was no good: it is not turned away.
     pub(crate) again: bool,
-    /// A connection that has carried nothing yet.
-    pub(crate) fresh: bool,
+    pub(crate) need: Need,
     /// When the wait for it must end, and what it is then called.
     pub(crate) until: Option<(Instant, ErrorKind)>,
 }
@@ -79,11 +78,7 @@ impl Lease {
             return Err(Error::before_sending(kind, Phase::Queue));
         }
         loop {
-            let idle = match wish.fresh {
-                true => None,
-                false => shared.desk.reuse(origin),
-            };
-            let lease = match idle {
+            let lease = match shared.desk.reuse(origin, wish.need) {
                 Some(held) => Lease::new(shared, origin, held)?,
                 None => in_line(shared, origin, Wish { again, ..wish }, seat.take()).await?,
             };
@@ -135,11 +130,15 @@ impl Lease {
         match verdict {
             Probe::Quiet => {}
             Probe::Ended => {
+                self.found_closed();
                 // Its task saw it first, and found it in our hands.
                 Counters::add(&counters.closed_while_idle);
                 self.leave_to_its_end();
             }
             Probe::Dead(reason) => {
+                if reason == CloseReason::ProbeFoundClosed {
+                    self.found_closed();
+                }
                 Counters::add(&counters.stale_by_probe);
                 tracing::debug!(
                     server.address = self.origin.host(),
@@ -151,6 +150,24 @@ impl Lease {
             }
         }
         Err(Some(seat))
+    }
+
+    /// Late, perhaps: its task had not seen it yet. So the age is an upper bound.
+    fn found_closed(&self) {
+        let has_served = self.facts.served > 0;
+        if let (Some(held), Some(idle), true) = (&self.held, self.facts.idle, has_served) {
+            held.found_closed(idle);
+        }
+    }
+
+    /// Notes what the server announces of its idle timeout, if that is news.
+    pub(crate) fn announced(&mut self, timeout: Duration) {
+        if let Some(held) = &mut self.held
+            && let Some(card) = held.item_mut()
+            && card.announced.replace(timeout) != Some(timeout)
+        {
+            held.announced(timeout);
+        }
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
@@ -203,7 +220,7 @@ impl Lease {
         if let Some(card) = held.item_mut() {
             card.served = card.served.saturating_add(1);
         }
-        held.put_back();
+        held.put_back(self.facts.idle);
     }
 
     /// Closes the connection: what hyper still has to send is sent, within bounds.
@@ -271,7 +288,7 @@ async fn in_line(
     let asks = Asks {
         who: Ear(ear),
         ticket: wish.ticket,
-        fresh: wish.fresh,
+        need: wish.need,
         again: wish.again,
     };
     // Dropped before the news are: whoever leaves the line is told nothing more.
@@ -424,6 +441,7 @@ fn open(shared: &Arc<Shared>, origin: &Origin, permit: &PoolPermit, dialed: Dial
         dial: dialed.timings,
         handshake: dialed.handshake,
         served: 0,
+        announced: None,
         most: config.max_requests_per_connection,
         born: stamp(),
         lifetime,

@@ -29,8 +29,10 @@ use crate::pool::body::{After, ResponseBody};
 use crate::pool::builder::{Builder, Config};
 use crate::pool::lease::{Lease, Wish};
 use crate::pool::state::Shared;
+use crate::rules::hint;
 use crate::rules::persist;
-use crate::stats::{CloseReason, Counters, RetryLedger, Stats};
+use crate::rules::plan::Need;
+use crate::stats::{CloseReason, Counters, Profile, RetryLedger, Stats};
 use crate::timings::Timings;
 use crate::wire::http1::{Failed, Limits, RECALL_WAIT};
 use crate::wire::outgoing::{Head, OutBody, Outgoing, Upload};
@@ -109,6 +111,19 @@ impl Pool {
     /// What the pool has done and saved so far, and what it holds now.
     pub fn stats(&self) -> Stats {
         self.handle.shared.stats()
+    }
+
+    /// What the pool has learnt of how a server keeps idle connections. `None` before the first connection, and for
+    /// an origin that was forgotten: of those without a connection the last 1,024 are remembered.
+    pub fn profile(&self, origin: &Origin) -> Option<Profile> {
+        let rule = self.handle.shared.desk.learnt(origin)?;
+        Some(Profile {
+            announced_idle_timeout: rule.announced(),
+            shortest_close: rule.shortest_close(),
+            longest_open: rule.longest_open(),
+            trusted_idle_age: rule.trusted(),
+            observations: rule.observations(),
+        })
     }
 
     /// Closes the connections to an origin: idle ones now, the others when their exchange is over. The next
@@ -314,11 +329,18 @@ async fn send_to(
     let (mut moves_to_idle, mut moves_to_fresh) = (0, 0);
     let mut may_expect = outgoing.may_expect();
     loop {
-        let fresh = must_be_fresh || moves_to_idle >= MOVES_TO_IDLE || moves_to_fresh > 0;
+        let need = match outgoing.wants_evidence {
+            _ if must_be_fresh || moves_to_idle >= MOVES_TO_IDLE || moves_to_fresh > 0 => {
+                Need::Fresh
+            }
+            // Nothing makes it safe to send twice, so a stale connection costs more than a dial.
+            true => Need::Young,
+            false => Need::Any,
+        };
         let wish = Wish {
             ticket,
             again: moves_to_idle + moves_to_fresh > 0,
-            fresh,
+            need,
             until,
         };
         let mut lease = Lease::acquire(shared, origin, wish).await?;
@@ -413,7 +435,7 @@ async fn send_to(
 /// Makes the caller's response: decides what becomes of the connection, and rides the lease in the body.
 async fn answer(
     response: Response<Incoming>,
-    lease: Lease,
+    mut lease: Lease,
     method: &Method,
     said_close: bool,
     upload: Upload,
@@ -427,6 +449,9 @@ async fn answer(
         counters.saved(dial.round_trips, dial.total(), secure);
     }
     let (mut parts, incoming) = response.into_parts();
+    if let Some(timeout) = hint::timeout(&parts.headers) {
+        lease.announced(timeout);
+    }
     let persistence = persist::after_response(
         method,
         said_close,

@@ -68,6 +68,7 @@ impl Shared {
     pub(crate) fn stats(&self) -> Stats {
         let mut stats = self.counters.snapshot();
         stats.origins = self.origins();
+        stats.too_old_to_trust = self.desk.too_old();
         for origin in &stats.origins {
             stats.idle += origin.idle;
             stats.busy += origin.busy;

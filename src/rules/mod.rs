@@ -1,6 +1,8 @@
 //! Decisions without I/O, locks, clocks or awaits: everything comes in as an argument.
 
 pub(crate) mod addresses;
+pub(crate) mod hint;
+pub(crate) mod idle;
 pub(crate) mod persist;
 pub(crate) mod plan;
 pub(crate) mod shelf;

@@ -23,12 +23,13 @@
 //! * With all seats taken, an origin whose first in line came earlier, and which has no connection at all or has
 //!   waited for [`PATIENCE`], gets the next seat that another origin's connection leaves.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::hash::Hash;
 use std::time::Duration;
 
 use crate::clock::{Instant, Stamp};
 use crate::error::DialFailure;
+use crate::rules::idle::IdleRule;
 use crate::rules::shelf::{Expiry, Item, Shelf};
 use crate::stats::CloseReason;
 
@@ -59,6 +60,9 @@ impl Limits {
 /// would cost a dial each time.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 
+/// Of how many origins without a connection what was learnt is kept.
+const LEARNT: usize = 1024;
+
 /// A place in line. Lower ones came earlier.
 pub(crate) type Ticket = u64;
 
@@ -85,6 +89,18 @@ pub(crate) struct Effects<T, W> {
     pub(crate) closed: Vec<(T, CloseReason)>,
     /// Those who have left the line and are told nothing.
     pub(crate) gone: Vec<W>,
+    /// The idle connections were too old for who asked.
+    pub(crate) too_old: bool,
+}
+
+/// Which connection will do.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Need {
+    Any,
+    /// One that has been idle for less than the origin's [trusted age](IdleRule::trusted).
+    Young,
+    /// One that has carried nothing yet.
+    Fresh,
 }
 
 /// Somebody in line, and what they are told.
@@ -102,6 +118,7 @@ impl<T, W> Effects<T, W> {
             told: Vec::new(),
             closed: Vec::new(),
             gone: Vec::new(),
+            too_old: false,
         }
     }
 
@@ -115,8 +132,7 @@ impl<T, W> Effects<T, W> {
 pub(crate) struct Asks<W> {
     pub(crate) who: W,
     pub(crate) ticket: Ticket,
-    /// It must have a connection that has carried nothing yet.
-    pub(crate) fresh: bool,
+    pub(crate) need: Need,
     /// It had been in line before, and what it got was no good: it is not turned away.
     pub(crate) again: bool,
 }
@@ -159,7 +175,7 @@ pub(crate) struct Survey<K> {
 #[derive(Debug)]
 struct Waiter<W> {
     who: W,
-    fresh: bool,
+    need: Need,
     since: Instant,
     /// Has a dial of its own.
     dials: bool,
@@ -180,9 +196,19 @@ struct Origin<K, T, W> {
     /// When each open connection was established.
     born: Vec<(u64, Instant)>,
     last_failure: Option<(Instant, DialFailure)>,
+    idle_rule: IdleRule,
 }
 
 impl<K, T: Item, W> Origin<K, T, W> {
+    /// Whether this connection, idle since then, will do for such a need.
+    fn is_fit(&self, need: Need, item: &T, since: Stamp, now: Stamp) -> bool {
+        match need {
+            Need::Any => true,
+            Need::Young => item.is_unused() || since.until(now) < self.idle_rule.trusted(),
+            Need::Fresh => item.is_unused(),
+        }
+    }
+
     fn gauges(&self) -> Gauges {
         let idle = self.shelf.len();
         Gauges {
@@ -216,6 +242,8 @@ pub(crate) struct Plan<K, T, W> {
     limits: Limits,
     idle_timeout: Option<Duration>,
     places: HashMap<K, Place>,
+    /// What was learnt of origins that have no connection now, the longest unused first.
+    learnt: VecDeque<(K, IdleRule)>,
     origins: Vec<Option<Origin<K, T, W>>>,
     vacant: Vec<Place>,
     /// Origins with somebody in line who has no dial although the origin's own limits would allow one, by
@@ -235,6 +263,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             limits,
             idle_timeout,
             places: HashMap::new(),
+            learnt: VecDeque::new(),
             origins: Vec::new(),
             vacant: Vec::new(),
             starved: BTreeSet::new(),
@@ -250,11 +279,12 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     pub(crate) fn reuse(
         &mut self,
         key: &K,
+        need: Need,
         now: Stamp,
         fx: &mut Effects<T, W>,
     ) -> Option<(Place, T, Stamp)> {
         let place = *self.places.get(key)?;
-        let (item, since) = self.take(place, now, fx)?;
+        let (item, since) = self.take(place, need, now, fx)?;
         Some((place, item, since))
     }
 
@@ -271,10 +301,16 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return Answer::Closed;
         }
         let place = self.place_of(key);
-        if !asks.fresh
-            && let Some((item, since)) = self.take(place, now, fx)
-        {
+        if let Some((item, since)) = self.take(place, asks.need, now, fx) {
             return Answer::Reuse(place, item, since);
+        }
+        if asks.need == Need::Young
+            && let Some(origin) = self.origin(place)
+            && let Some(newest) = origin.shelf.newest()
+        {
+            // Too old for this one. That it is open still is worth knowing for the next.
+            origin.idle_rule.open(newest.until(now));
+            fx.too_old = true;
         }
         let limit = self.limits.waiters_per_origin;
         let Some(origin) = self.origin(place) else {
@@ -282,7 +318,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         };
         let waiter = Waiter {
             who: asks.who,
-            fresh: asks.fresh,
+            need: asks.need,
             since: now.at,
             dials: false,
         };
@@ -374,16 +410,21 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         self.settle(place, fx);
     }
 
-    /// A busy connection can carry the next exchange; it has been idle since then.
+    /// A busy connection can carry the next exchange; it has been idle since then. `survived` is how long it had
+    /// been idle before the exchange that it has just answered.
     pub(crate) fn put_back(
         &mut self,
         place: Place,
         item: T,
         since: Stamp,
+        survived: Option<Duration>,
         now: Stamp,
         fx: &mut Effects<T, W>,
     ) {
         if let Some(origin) = self.origin(place) {
+            if let Some(age) = survived {
+                origin.idle_rule.open(age);
+            }
             origin.busy -= 1;
             self.busy -= 1;
         }
@@ -412,11 +453,43 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         self.forget_if_unused(place);
     }
 
-    /// Takes this very connection off the shelf, if it is idle.
-    pub(crate) fn remove(&mut self, place: Place, id: u64) -> Option<T> {
-        let item = self.origin(place)?.shelf.remove(id)?;
+    /// The server has closed this very connection: takes it off the shelf, if it is idle.
+    pub(crate) fn remove(&mut self, place: Place, id: u64, now: Stamp) -> Option<T> {
+        let origin = self.origin(place)?;
+        let (item, since) = origin.shelf.remove(id)?;
+        // Connections that have carried nothing are closed by other clocks.
+        if !item.is_unused() {
+            origin.idle_rule.closed(since.until(now));
+        }
         self.idle -= 1;
         Some(item)
+    }
+
+    /// A connection was found closed that had been idle for so long, or for less.
+    pub(crate) fn found_closed(&mut self, place: Place, age: Duration) {
+        if let Some(origin) = self.origin(place) {
+            origin.idle_rule.closed(age);
+        }
+    }
+
+    /// The server announces its idle timeout.
+    pub(crate) fn announced(&mut self, place: Place, timeout: Duration) {
+        if let Some(origin) = self.origin(place) {
+            origin.idle_rule.announce(timeout);
+        }
+    }
+
+    /// What was learnt of an origin.
+    pub(crate) fn learnt(&self, key: &K) -> Option<&IdleRule> {
+        let now_used = self
+            .places
+            .get(key)
+            .and_then(|&place| self.origins[place].as_ref());
+        let before = || self.learnt.iter().find(|(other, _)| other == key);
+        match now_used {
+            Some(origin) => Some(&origin.idle_rule),
+            None => before().map(|(_, rule)| rule),
+        }
     }
 
     /// Asks whether the time of this idle connection is over, and takes it off the shelf if so.
@@ -514,6 +587,9 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if let Some(&place) = self.places.get(key) {
             return place;
         }
+        let remembered = self.learnt.iter().position(|(other, _)| other == key);
+        let remembered = remembered.and_then(|at| self.learnt.remove(at));
+        let idle_rule = remembered.map(|(_, rule)| rule).unwrap_or_default();
         let place = self.vacant.pop().unwrap_or_else(|| {
             self.origins.push(None);
             self.origins.len() - 1
@@ -529,6 +605,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             starved_as: None,
             born: Vec::new(),
             last_failure: None,
+            idle_rule,
         });
         self.places.insert(key.clone(), place);
         place
@@ -542,20 +619,47 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return;
         }
         let key = origin.key.clone();
+        let rule = std::mem::take(&mut origin.idle_rule);
         self.places.remove(&key);
         self.origins[place] = None;
         self.vacant.push(place);
+        if !rule.is_blank() {
+            if self.learnt.len() >= LEARNT {
+                self.learnt.pop_front();
+            }
+            self.learnt.push_back((key, rule));
+        }
     }
 
-    /// The newest idle connection whose time is not over; what is found over closes.
-    fn take(&mut self, place: Place, now: Stamp, fx: &mut Effects<T, W>) -> Option<(T, Stamp)> {
+    /// The newest idle connection that will do and whose time is not over; what is found over closes.
+    fn take(
+        &mut self,
+        place: Place,
+        need: Need,
+        now: Stamp,
+        fx: &mut Effects<T, W>,
+    ) -> Option<(T, Stamp)> {
+        if need == Need::Fresh {
+            return None;
+        }
         loop {
             let origin = self.origin(place)?;
-            let taken = origin.shelf.take(now)?;
+            let limit = origin.idle_rule.limit();
+            let mut taken = origin.shelf.take(now)?;
+            let age = taken.since.until(now);
+            if limit.is_some_and(|limit| age >= limit) && !taken.item.is_unused() {
+                taken.over.get_or_insert(CloseReason::IdleTimeout);
+            }
             if let Some(reason) = taken.over {
                 self.idle -= 1;
                 fx.close(taken.item, reason);
                 continue;
+            }
+            if !origin.is_fit(need, &taken.item, taken.since, now) {
+                // Too old for this one, and all others are older. It was just taken from there, so there is a place for it.
+                let surplus = origin.shelf.put(taken.item, taken.since);
+                debug_assert!(surplus.is_none());
+                return None;
             }
             origin.busy += 1;
             self.idle -= 1;
@@ -574,19 +678,26 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         match end {
             Some(reason) => fx.close(item, reason),
             None if self.must_yield(place, now.at) => fx.close(item, CloseReason::MadeRoom),
-            None => self.hand_over(place, item, since, fx),
+            None => self.hand_over(place, item, since, now, fx),
         }
         self.settle(place, fx);
     }
 
-    fn hand_over(&mut self, place: Place, item: T, since: Stamp, fx: &mut Effects<T, W>) {
+    fn hand_over(
+        &mut self,
+        place: Place,
+        item: T,
+        since: Stamp,
+        now: Stamp,
+        fx: &mut Effects<T, W>,
+    ) {
         let is_retired = self.mode == Mode::Retired;
         let Some(origin) = self.origin(place) else {
             return fx.close(item, CloseReason::PoolDropped);
         };
         let mut next = None;
         for (&ticket, waiter) in &origin.line {
-            if !waiter.fresh || item.is_unused() {
+            if origin.is_fit(waiter.need, &item, since, now) {
                 next = Some(ticket);
                 break;
             }
@@ -696,7 +807,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             self.starved.insert((ticket, place));
             return;
         }
-        // Only one who must have a fresh connection waits beside idle ones: one of them makes room.
+        // Only those wait beside idle connections for whom these are too old: one of them makes room.
         let gauges = origin.gauges();
         let is_full = origin.seats >= limits.connections_per_origin;
         if is_full

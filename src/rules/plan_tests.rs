@@ -57,7 +57,7 @@ struct Connection {
 struct Waiting {
     origin: u8,
     ticket: Ticket,
-    fresh: bool,
+    need: Need,
     since: Stamp,
     dials: bool,
 }
@@ -66,7 +66,7 @@ struct Waiting {
 enum Event {
     Ask {
         origin: u8,
-        fresh: bool,
+        need: Need,
     },
     DialDone(usize),
     DialFailed(usize),
@@ -88,10 +88,14 @@ enum Event {
     Close,
 }
 
+fn need() -> impl Strategy<Value = Need> {
+    prop_oneof![5 => Just(Need::Any), 3 => Just(Need::Young), 2 => Just(Need::Fresh)]
+}
+
 fn event() -> impl Strategy<Value = Event> {
     let any = 0usize..64;
     prop_oneof![
-        12 => (0u8..4, proptest::bool::weighted(0.2)).prop_map(|(origin, fresh)| Event::Ask { origin, fresh }),
+        12 => (0u8..4, need()).prop_map(|(origin, need)| Event::Ask { origin, need }),
         8 => any.clone().prop_map(Event::DialDone),
         2 => any.clone().prop_map(Event::DialFailed),
         8 => any.clone().prop_map(Event::End),
@@ -154,7 +158,7 @@ impl Model {
     fn step(&mut self, event: Event) {
         let mut fx = Effects::none();
         match event {
-            Event::Ask { origin, fresh } => self.ask(origin, fresh, &mut fx),
+            Event::Ask { origin, need } => self.ask(origin, need, &mut fx),
             Event::DialDone(at) => {
                 let Some(at) = self.pick(State::Dialing, at) else {
                     return;
@@ -200,7 +204,9 @@ impl Model {
                     ..
                 } = *connection;
                 self.in_hand = Some(thing.id);
-                self.plan.put_back(place, thing, since, self.now, &mut fx);
+                let survived = matches!(event, Event::End(_)).then_some(Duration::from_secs(3));
+                self.plan
+                    .put_back(place, thing, since, survived, self.now, &mut fx);
             }
             Event::Drop(at) => {
                 let Some(at) = self.pick(State::Busy, at) else {
@@ -222,7 +228,7 @@ impl Model {
                     return;
                 };
                 let Connection { place, thing, .. } = self.connections[at];
-                assert_eq!(self.plan.remove(place, thing.id), Some(thing));
+                assert_eq!(self.plan.remove(place, thing.id, self.now), Some(thing));
                 self.connections[at].state = State::Closing;
             }
             Event::Timer(at) => {
@@ -273,25 +279,28 @@ impl Model {
         self.check();
     }
 
-    fn ask(&mut self, origin: u8, fresh: bool, fx: &mut Effects<Thing, Ticket>) {
+    fn ask(&mut self, origin: u8, need: Need, fx: &mut Effects<Thing, Ticket>) {
+        let trusted = self.trusted(origin);
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         let asks = Asks {
             who: ticket,
             ticket,
-            fresh,
+            need,
             again: false,
         };
         let waiting = Waiting {
             origin,
             ticket,
-            fresh,
+            need,
             since: self.now,
             dials: false,
         };
         match self.plan.ask(&origin, asks, self.now, fx) {
             Answer::Reuse(place, thing, since) => {
-                assert!(!fresh && !self.closed);
+                assert!(need != Need::Fresh && !self.closed);
+                let is_young = since.until(self.now) < trusted || !thing.used;
+                assert!(need != Need::Young || is_young, "too old");
                 let now = self.now;
                 let idle = self.connections.iter().filter(|connection| {
                     (connection.origin, connection.state) == (origin, State::Idle)
@@ -351,11 +360,11 @@ impl Model {
                     let earlier = self.line.iter().any(|other| {
                         other.origin == waiting.origin
                             && other.ticket < ticket
-                            // Who needs a fresh one and has no dial needs the seat.
-                            && (!other.fresh || !thing.used || !other.dials)
+                            // Who cannot use it and has no dial needs the seat.
+                            && (self.will_do(other, &thing, since) || !other.dials)
                     });
                     assert!(is_own || !earlier, "served out of turn");
-                    assert!(!waiting.fresh || !thing.used, "not a fresh one");
+                    assert!(self.will_do(&waiting, &thing, since), "will not do");
                     let connection = self.by_id(thing.id);
                     assert_eq!(connection.origin, waiting.origin);
                     assert!(!is_own || connection.ticket == ticket);
@@ -389,6 +398,21 @@ impl Model {
                     self.line.remove(at);
                 }
             }
+        }
+    }
+
+    fn trusted(&self, origin: u8) -> Duration {
+        let rule = self.plan.learnt(&origin).cloned();
+        rule.unwrap_or_default().trusted()
+    }
+
+    fn will_do(&self, waiting: &Waiting, thing: &Thing, since: Option<Stamp>) -> bool {
+        let is_young =
+            since.is_none_or(|since| since.until(self.now) < self.trusted(waiting.origin));
+        match waiting.need {
+            Need::Any => true,
+            Need::Young => !thing.used || is_young,
+            Need::Fresh => !thing.used,
         }
     }
 
@@ -435,7 +459,7 @@ impl Model {
             let undialed = line().filter(|waiting| !waiting.dials);
             let undialed: Vec<_> = undialed.collect();
             assert!(undialed.len() <= limits.waiters_per_origin);
-            let could_use_idle = undialed.iter().any(|waiting| !waiting.fresh);
+            let could_use_idle = undialed.iter().any(|waiting| waiting.need == Need::Any);
             assert!(
                 !(could_use_idle && gauges.idle > 0),
                 "waits beside an idle connection"
@@ -550,7 +574,7 @@ fn model(limits: Limits) -> Model {
 fn ask(origin: u8) -> Event {
     Event::Ask {
         origin,
-        fresh: false,
+        need: Need::Any,
     }
 }
 

@@ -110,15 +110,20 @@ impl<T: Item> Shelf<T> {
         self.idle.pop_front().map(|idle| idle.item)
     }
 
+    /// Since when the most recently used item has been idle.
+    pub(crate) fn newest(&self) -> Option<Stamp> {
+        self.idle.back().map(|idle| idle.since)
+    }
+
     /// Since when the longest idle item has been idle.
     pub(crate) fn oldest(&self) -> Option<Instant> {
         self.idle.front().map(|idle| idle.since.at)
     }
 
-    /// Takes this very item off the shelf, if it is there.
-    pub(crate) fn remove(&mut self, id: u64) -> Option<T> {
+    /// Takes this very item off the shelf, if it is there, and says since when it was.
+    pub(crate) fn remove(&mut self, id: u64) -> Option<(T, Stamp)> {
         let at = self.position(id)?;
-        self.idle.remove(at).map(|idle| idle.item)
+        self.idle.remove(at).map(|idle| (idle.item, idle.since))
     }
 
     fn position(&self, id: u64) -> Option<usize> {
@@ -382,7 +387,7 @@ mod tests {
                     Event::Remove(id) => {
                         let at = model.iter().position(|&(other, _)| other == id);
                         let expected = at.map(|at| model.remove(at).0);
-                        prop_assert_eq!(shelf.remove(id).map(|thing| thing.0), expected);
+                        prop_assert_eq!(shelf.remove(id).map(|(thing, _)| thing.0), expected);
                     }
                     Event::Expire(id) => {
                         let at = model.iter().position(|&(other, _)| other == id);

@@ -17,6 +17,8 @@ const ORDER: &[&str] = &[
     // Rules: pure decisions.
     "rules/persist",
     "rules/shelf",
+    "rules/hint",
+    "rules/idle",
     "rules/plan",
     "rules/addresses",
     "rules/split",

@@ -16,6 +16,7 @@ mod identity;
 mod idle;
 mod incomplete;
 mod layering;
+mod learning;
 mod lifetime;
 mod limits;
 mod load;

@@ -183,8 +183,14 @@ async fn a_whole_shelf_of_dead_connections_costs_one_dial() {
     fetch(&pool, post(&peer.url("/pay"), "amount=10"))
         .await
         .expect("a response");
+    // Once the first was caught the payment trusts none of the others, and their tasks find them closed.
+    eventually("each is noticed", || {
+        let stats = pool.stats();
+        stats.stale_caught_by_probe + stats.closed_while_idle == 5
+    })
+    .await;
     let stats = pool.stats();
-    assert_eq!(stats.stale_caught_by_probe, 5);
+    assert!(stats.stale_caught_by_probe >= 1, "{stats}");
     assert_eq!(
         (peer.accepted(), stats.idle, stats.requests_failed),
         (6, 1, 0)

@@ -407,6 +407,18 @@ impl Conn {
         self.buffer.drain(..count);
     }
 
+    /// As [`read_request`](Conn::read_request); `None` also when nothing comes within this time.
+    pub(crate) fn read_request_within(&mut self, time: Duration) -> Option<Received> {
+        self.tcp().set_read_timeout(Some(time)).expect("a timeout");
+        if !matches!(self.tcp().peek(&mut [0]), Ok(1)) {
+            return None;
+        }
+        self.tcp()
+            .set_read_timeout(Some(PATIENCE))
+            .expect("a timeout");
+        self.read_request()
+    }
+
     /// Reads a whole request. `None` when the client closes instead.
     pub(crate) fn read_request(&mut self) -> Option<Received> {
         self.read_request_after(|_, _| ())

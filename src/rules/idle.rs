@@ -1,0 +1,223 @@
+//! How long a server keeps an idle connection, learnt from what it says and from what it does.
+//!
+//! Two answers. The *trusted age* is for requests that nothing makes safe to send twice: on an idle connection
+//! younger than that they almost certainly meet an open one. The *limit* is for all: beyond it no request is sent on
+//! an idle connection. Both are only ever shorter than what the caller allows. Pure.
+//!
+//! # The rule
+//!
+//! * With nothing known, an age of [`UNKNOWN`] is trusted.
+//! * An idle connection that was seen open at some age shows that the server waits for longer than that: from then
+//!   on that age is trusted.
+//! * An announced timeout, and the age at which the server was seen to close, are trusted less a [`margin`]. They cap
+//!   everything: the shortest close of the last [`CLOSES`] counts, at once.
+//! * A server that has changed its mind upwards is believed slowly: when it has closed [`CLOSES`] times later, or when
+//!   connections were seen open at more than that age [`CONTRADICTIONS`] times.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// gunicorn closes after 2 s, and few servers sooner.
+const UNKNOWN: Duration = Duration::from_secs(1);
+
+/// How many of the last closes are remembered.
+const CLOSES: usize = 8;
+
+/// How often connections must be seen open at an age at which the server has closed before that close is forgotten.
+/// Several servers behind one name may each have their own timeout, so once is not enough.
+const CONTRADICTIONS: u32 = 64;
+
+/// How much earlier than known a server may close: its clock may tick in seconds, and our request takes half a round
+/// trip. A second or a fifth, but not more than half.
+fn margin(time: Duration) -> Duration {
+    Duration::from_secs(1).max(time / 5).min(time / 2)
+}
+
+/// What is known of one origin.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(crate) struct IdleRule {
+    announced: Option<Duration>,
+    /// The ages of idle connections that the server has closed, newest last.
+    closes: VecDeque<Duration>,
+    /// The longest age at which an idle connection was seen open.
+    open: Option<Duration>,
+    contradictions: u32,
+    observations: u64,
+}
+
+impl IdleRule {
+    /// A response announced a timeout.
+    pub(crate) fn announce(&mut self, timeout: Duration) {
+        self.announced = Some(timeout);
+    }
+
+    /// The server has closed a connection that had been idle for so long, or for less.
+    pub(crate) fn closed(&mut self, age: Duration) {
+        self.observations += 1;
+        self.contradictions = 0;
+        if self.closes.len() >= CLOSES {
+            self.closes.pop_front();
+        }
+        self.closes.push_back(age);
+        // What was seen before may have been another configuration.
+        self.open = self
+            .open
+            .map(|open| open.min(age.saturating_sub(margin(age))));
+    }
+
+    /// An idle connection was seen open at this age.
+    pub(crate) fn open(&mut self, age: Duration) {
+        self.observations += 1;
+        self.open = self.open.max(Some(age));
+        let Some(shortest) = self.shortest_close() else {
+            return;
+        };
+        if age <= shortest {
+            return;
+        }
+        self.contradictions += 1;
+        if self.contradictions >= CONTRADICTIONS {
+            self.contradictions = 0;
+            self.closes.retain(|&close| close > shortest);
+        }
+    }
+
+    /// The age below which an idle connection is trusted with a request that must not be sent twice.
+    pub(crate) fn trusted(&self) -> Duration {
+        let trusted = self.open.map_or(UNKNOWN, |open| open.max(UNKNOWN));
+        let known = self.announced.into_iter().chain(self.shortest_close());
+        known
+            .map(|time| time - margin(time))
+            .fold(trusted, Duration::min)
+    }
+
+    /// The age from which on an idle connection is not used for any request.
+    pub(crate) fn limit(&self) -> Option<Duration> {
+        self.announced.map(|time| time - margin(time))
+    }
+
+    pub(crate) fn announced(&self) -> Option<Duration> {
+        self.announced
+    }
+
+    pub(crate) fn shortest_close(&self) -> Option<Duration> {
+        self.closes.iter().min().copied()
+    }
+
+    pub(crate) fn longest_open(&self) -> Option<Duration> {
+        self.open
+    }
+
+    pub(crate) fn observations(&self) -> u64 {
+        self.observations
+    }
+
+    /// Whether anything was learnt that is worth keeping.
+    pub(crate) fn is_blank(&self) -> bool {
+        *self == IdleRule::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn seconds(s: f64) -> Duration {
+        Duration::from_secs_f64(s)
+    }
+
+    #[test]
+    fn with_nothing_known_a_second_is_trusted() {
+        let rule = IdleRule::default();
+        assert_eq!(rule.trusted(), seconds(1.0));
+        assert_eq!(rule.limit(), None);
+    }
+
+    #[test]
+    fn an_age_that_was_survived_is_trusted_from_then_on() {
+        let mut rule = IdleRule::default();
+        rule.open(seconds(0.3));
+        assert_eq!(rule.trusted(), seconds(1.0));
+        rule.open(seconds(9.0));
+        rule.open(seconds(4.0));
+        assert_eq!(rule.trusted(), seconds(9.0));
+    }
+
+    /// Node announces 5 and closes at 6, Squid closes after 0.65 of 1: less a margin in both cases.
+    #[test]
+    fn an_announced_timeout_limits_all_requests_less_a_margin() {
+        for (announced, limit) in [(5.0, 4.0), (60.0, 48.0), (1.0, 0.5), (2.0, 1.0), (0.0, 0.0)] {
+            let mut rule = IdleRule::default();
+            rule.open(seconds(3_600.0));
+            rule.announce(seconds(announced));
+            assert_eq!(rule.limit(), Some(seconds(limit)), "{announced}");
+            assert_eq!(rule.trusted(), seconds(limit), "{announced}");
+        }
+    }
+
+    #[test]
+    fn a_close_lowers_the_trusted_age_at_once() {
+        let mut rule = IdleRule::default();
+        rule.open(seconds(30.0));
+        rule.closed(seconds(5.0));
+        assert_eq!(rule.trusted(), seconds(4.0));
+        rule.closed(seconds(2.0));
+        assert_eq!(rule.trusted(), seconds(1.0));
+        rule.closed(seconds(30.0));
+        assert_eq!(
+            rule.trusted(),
+            seconds(1.0),
+            "the shortest of the last counts"
+        );
+    }
+
+    #[test]
+    fn a_server_that_closes_later_now_is_believed_after_a_number_of_closes() {
+        let mut rule = IdleRule::default();
+        rule.closed(seconds(2.0));
+        for _ in 0..CLOSES {
+            assert_eq!(rule.shortest_close(), Some(seconds(2.0)));
+            rule.closed(seconds(60.0));
+        }
+        assert_eq!(rule.shortest_close(), Some(seconds(60.0)));
+    }
+
+    #[test]
+    fn a_server_that_does_not_close_any_more_is_believed_after_a_number_of_looks() {
+        let mut rule = IdleRule::default();
+        rule.closed(seconds(2.0));
+        for _ in 0..CONTRADICTIONS {
+            assert_eq!(rule.trusted(), seconds(1.0));
+            rule.open(seconds(20.0));
+        }
+        assert_eq!(rule.trusted(), seconds(20.0));
+    }
+
+    proptest! {
+        /// Whatever was seen: never trusted to within the margin of a close that is remembered, nor of what was
+        /// announced.
+        #[test]
+        fn nothing_is_trusted_beyond_what_was_seen_or_said(
+            events in proptest::collection::vec((0u8..3, 0u64..100_000), 0..60),
+        ) {
+            let mut rule = IdleRule::default();
+            for (kind, ms) in events {
+                let age = Duration::from_millis(ms);
+                match kind {
+                    0 => rule.open(age),
+                    1 => rule.closed(age),
+                    _ => rule.announce(age),
+                }
+                if kind == 1 {
+                    prop_assert!(rule.trusted() <= age - margin(age));
+                }
+                for known in rule.announced().into_iter().chain(rule.shortest_close()) {
+                    prop_assert!(rule.trusted() <= known - margin(known));
+                }
+                prop_assert!(rule.closes.len() <= CLOSES);
+            }
+        }
+    }
+}
