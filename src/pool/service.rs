@@ -144,7 +144,8 @@ impl Pool {
     /// [`ErrorKind::PoolClosed`], which no retry layer repeats, and idle connections close: over TLS with a
     /// close_notify, and waiting for the server to close too, for a second at most. An exchange, or a
     /// response body that is still read, ends with the same kind of error when it is cut; what that says of the
-    /// request's [delivery](Error::delivery) is said as for any broken connection.
+    /// request's [delivery](Error::delivery) is said as for any broken connection. A body that somebody holds and does
+    /// not read hears of it when it is read; it is waited for no longer than a second beyond the grace.
     ///
     /// # Cancel safety
     ///

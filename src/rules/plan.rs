@@ -306,10 +306,10 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         }
         if asks.need == Need::Young
             && let Some(origin) = self.origin(place)
-            && let Some(newest) = origin.shelf.newest()
+            && let Some(oldest) = origin.shelf.oldest_used()
         {
-            // Too old for this one. That it is open still is worth knowing for the next.
-            origin.idle_rule.open(newest.until(now));
+            // Too old for this one. That they are open still is worth knowing for the next.
+            origin.idle_rule.open(oldest.until(now));
             fx.too_old = true;
         }
         let limit = self.limits.waiters_per_origin;

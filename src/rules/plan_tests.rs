@@ -705,6 +705,32 @@ fn an_origin_with_connections_of_its_own_is_given_anothers_only_after_a_while() 
     }
 }
 
+/// Regular payments with a pause in between: each that dials leaves a connection behind, and what the oldest of them
+/// has survived covers the pause soon, whatever its jitter.
+#[test]
+fn a_regular_pause_is_trusted_after_two_dials() {
+    let many = Limits {
+        connections: 8,
+        connections_per_origin: 8,
+        idle: 8,
+        idle_per_origin: 8,
+        dials_per_origin: 8,
+        ..ONE
+    };
+    let mut model = model(many);
+    let unkeyed = Event::Ask {
+        origin: 0,
+        need: Need::Young,
+    };
+    for pause in [5, 5, 6, 7, 8, 9] {
+        model.step(unkeyed);
+        model.step(Event::DialDone(0));
+        model.step(Event::End(0));
+        model.step(Event::Tick(pause));
+    }
+    assert_eq!(model.connections.len(), 3);
+}
+
 #[test]
 fn more_waiters_than_allowed_are_turned_away_at_once() {
     let bounded = Limits {

@@ -110,9 +110,10 @@ impl<T: Item> Shelf<T> {
         self.idle.pop_front().map(|idle| idle.item)
     }
 
-    /// Since when the most recently used item has been idle.
-    pub(crate) fn newest(&self) -> Option<Stamp> {
-        self.idle.back().map(|idle| idle.since)
+    /// Since when the longest idle item has been idle, of those that have carried anything.
+    pub(crate) fn oldest_used(&self) -> Option<Stamp> {
+        let mut used = self.idle.iter().filter(|idle| !idle.item.is_unused());
+        used.next().map(|idle| idle.since)
     }
 
     /// Since when the longest idle item has been idle.
