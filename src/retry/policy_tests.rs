@@ -173,8 +173,28 @@ fn every_cell_of_the_decision_table_holds() {
         ),
         (
             "request too slow, nothing sent, 9110 9.2.2",
-            unsent(ErrorKind::RequestTimeout, Phase::Queue),
+            unsent(ErrorKind::RequestTimeout, Phase::Send),
             ["now"; 4],
+        ),
+        (
+            "request too long in line",
+            unsent(ErrorKind::RequestTimeout, Phase::Queue),
+            no,
+        ),
+        (
+            "no connection in time",
+            unsent(ErrorKind::AcquireTimeout, Phase::Queue),
+            no,
+        ),
+        (
+            "too many in line",
+            unsent(ErrorKind::Overloaded, Phase::Queue),
+            no,
+        ),
+        (
+            "pool closed",
+            unsent(ErrorKind::PoolClosed, Phase::Prepare),
+            no,
         ),
         (
             "request too slow in the body",

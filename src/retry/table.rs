@@ -219,6 +219,7 @@ pub(crate) fn classify_error(error: &Error) -> Evidence {
         | ErrorKind::AcquireTimeout
         | ErrorKind::Overloaded
         | ErrorKind::PoolClosed => return Evidence::Final,
+        ErrorKind::RequestTimeout if error.phase() == Phase::Queue => return Evidence::Final,
         ErrorKind::Protocol => return Evidence::NotHttp,
         _ if error.phase() == Phase::ResponseBody => return Evidence::Committed,
         ErrorKind::ResponseBody => return Evidence::Committed,
