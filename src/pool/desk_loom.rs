@@ -143,6 +143,12 @@ fn is_served(desk: &Arc<Desk<Numbers>>) -> bool {
     }
 }
 
+/// Somebody on a thread of their own who waits in line.
+fn joins(desk: &Arc<Desk<Numbers>>) -> thread::JoinHandle<bool> {
+    let desk = Arc::clone(desk);
+    thread::spawn(move || is_served(&desk))
+}
+
 fn idle(desk: &Arc<Desk<Numbers>>) -> usize {
     let survey = desk.survey();
     let gauges = survey.first().map(|survey| survey.gauges);
@@ -169,10 +175,7 @@ fn whoever_joins_while_a_connection_is_given_back_gets_it() {
     check(|| {
         let desk = Desk::new(ONE, None);
         let first = held(&desk);
-        let waits = {
-            let desk = Arc::clone(&desk);
-            thread::spawn(move || is_served(&desk))
-        };
+        let waits = joins(&desk);
         drop(first);
         assert!(waits.join().expect("no panic"));
         assert_eq!(idle(&desk), 1);
@@ -193,10 +196,7 @@ fn luck_that_comes_to_somebody_who_leaves_is_passed_on() {
             drop(spot);
             inbox.leave();
         });
-        let waits = {
-            let desk = Arc::clone(&desk);
-            thread::spawn(move || is_served(&desk))
-        };
+        let waits = joins(&desk);
         drop(first);
         leaves.join().expect("no panic");
         assert!(waits.join().expect("no panic"));
@@ -210,10 +210,7 @@ fn a_connection_that_breaks_while_somebody_joins_leaves_its_seat_to_them() {
     check(|| {
         let desk = Desk::new(ONE, None);
         let first = held(&desk);
-        let waits = {
-            let desk = Arc::clone(&desk);
-            thread::spawn(move || is_served(&desk))
-        };
+        let waits = joins(&desk);
         drop(first.leave());
         assert!(waits.join().expect("no panic"));
         assert_eq!(idle(&desk), 1);
@@ -226,10 +223,7 @@ fn whoever_joins_while_the_pool_closes_is_turned_away() {
     check(|| {
         let desk = Desk::new(ONE, None);
         let first = held(&desk);
-        let waits = {
-            let desk = Arc::clone(&desk);
-            thread::spawn(move || is_served(&desk))
-        };
+        let waits = joins(&desk);
         desk.close();
         drop(first);
         assert!(!waits.join().expect("no panic"));

@@ -121,21 +121,21 @@ impl Lease {
         let Some(card) = self.held.as_ref().and_then(PoolHeld::item) else {
             return Err(None);
         };
-        let verdict = card.conn.probe(self.shared.config.probe_patience).await;
-        if let Probe::Quiet = verdict {
-            return Ok(self);
-        }
+        let dead = match card.conn.probe(self.shared.config.probe_patience).await {
+            Probe::Quiet => return Ok(self),
+            Probe::Ended => None,
+            Probe::Dead(reason) => Some(reason),
+        };
         let seat = Arc::clone(&card.seat);
         let counters = &self.shared.counters;
-        match verdict {
-            Probe::Quiet => {}
-            Probe::Ended => {
+        match dead {
+            None => {
                 self.found_closed();
                 // Its task saw it first, and found it in our hands.
                 Counters::add(&counters.closed_while_idle);
                 self.leave_to_its_end();
             }
-            Probe::Dead(reason) => {
+            Some(reason) => {
                 if reason == CloseReason::ProbeFoundClosed {
                     self.found_closed();
                 }

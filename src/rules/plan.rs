@@ -23,7 +23,7 @@
 //! * With all seats taken, an origin whose first in line came earlier, and which has no connection at all or has
 //!   waited for [`PATIENCE`], gets the next seat that another origin's connection leaves.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::time::Duration;
 
@@ -101,6 +101,17 @@ pub(crate) enum Need {
     Young,
     /// One that has carried nothing yet.
     Fresh,
+}
+
+impl Need {
+    /// Whether this connection, idle since then, will do.
+    fn is_met(self, item: &impl Item, since: Stamp, now: Stamp, rule: &IdleRule) -> bool {
+        match self {
+            Need::Any => true,
+            Need::Young => item.is_unused() || since.until(now) < rule.trusted(),
+            Need::Fresh => item.is_unused(),
+        }
+    }
 }
 
 /// Somebody in line, and what they are told.
@@ -200,15 +211,6 @@ struct Origin<K, T, W> {
 }
 
 impl<K, T: Item, W> Origin<K, T, W> {
-    /// Whether this connection, idle since then, will do for such a need.
-    fn is_fit(&self, need: Need, item: &T, since: Stamp, now: Stamp) -> bool {
-        match need {
-            Need::Any => true,
-            Need::Young => item.is_unused() || since.until(now) < self.idle_rule.trusted(),
-            Need::Fresh => item.is_unused(),
-        }
-    }
-
     fn gauges(&self) -> Gauges {
         let idle = self.shelf.len();
         Gauges {
@@ -242,8 +244,9 @@ pub(crate) struct Plan<K, T, W> {
     limits: Limits,
     idle_timeout: Option<Duration>,
     places: HashMap<K, Place>,
-    /// What was learnt of origins that have no connection now, the longest unused first.
-    learnt: VecDeque<(K, IdleRule)>,
+    /// What was learnt of origins that have no connection now, and in which order they were left.
+    learnt: HashMap<K, (u64, IdleRule)>,
+    left: u64,
     origins: Vec<Option<Origin<K, T, W>>>,
     vacant: Vec<Place>,
     /// Origins with somebody in line who has no dial although the origin's own limits would allow one, by
@@ -263,7 +266,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             limits,
             idle_timeout,
             places: HashMap::new(),
-            learnt: VecDeque::new(),
+            learnt: HashMap::new(),
+            left: 0,
             origins: Vec::new(),
             vacant: Vec::new(),
             starved: BTreeSet::new(),
@@ -485,10 +489,9 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             .places
             .get(key)
             .and_then(|&place| self.origins[place].as_ref());
-        let before = || self.learnt.iter().find(|(other, _)| other == key);
         match now_used {
             Some(origin) => Some(&origin.idle_rule),
-            None => before().map(|(_, rule)| rule),
+            None => self.learnt.get(key).map(|(_, rule)| rule),
         }
     }
 
@@ -587,8 +590,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if let Some(&place) = self.places.get(key) {
             return place;
         }
-        let remembered = self.learnt.iter().position(|(other, _)| other == key);
-        let remembered = remembered.and_then(|at| self.learnt.remove(at));
+        let remembered = self.learnt.remove(key);
         let idle_rule = remembered.map(|(_, rule)| rule).unwrap_or_default();
         let place = self.vacant.pop().unwrap_or_else(|| {
             self.origins.push(None);
@@ -623,12 +625,17 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         self.places.remove(&key);
         self.origins[place] = None;
         self.vacant.push(place);
-        if !rule.is_blank() {
-            if self.learnt.len() >= LEARNT {
-                self.learnt.pop_front();
-            }
-            self.learnt.push_back((key, rule));
+        if rule.is_blank() {
+            return;
         }
+        if self.learnt.len() >= LEARNT {
+            let longest_ago = self.learnt.iter().min_by_key(|(_, (left, _))| *left);
+            if let Some(key) = longest_ago.map(|(key, _)| key.clone()) {
+                self.learnt.remove(&key);
+            }
+        }
+        self.left += 1;
+        self.learnt.insert(key, (self.left, rule));
     }
 
     /// The newest idle connection that will do and whose time is not over; what is found over closes.
@@ -644,22 +651,22 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         }
         loop {
             let origin = self.origin(place)?;
-            let limit = origin.idle_rule.limit();
-            let mut taken = origin.shelf.take(now)?;
-            let age = taken.since.until(now);
-            if limit.is_some_and(|limit| age >= limit) && !taken.item.is_unused() {
+            let rule = &origin.idle_rule;
+            let is_beyond = |item: &T, since: Stamp| {
+                let limit = rule.limit().filter(|_| !item.is_unused());
+                limit.is_some_and(|limit| since.until(now) >= limit)
+            };
+            // What is too old for this one stays, and all others are older.
+            let mut taken = origin.shelf.take(now, |item, since| {
+                is_beyond(item, since) || need.is_met(item, since, now, rule)
+            })?;
+            if is_beyond(&taken.item, taken.since) {
                 taken.over.get_or_insert(CloseReason::IdleTimeout);
             }
             if let Some(reason) = taken.over {
                 self.idle -= 1;
                 fx.close(taken.item, reason);
                 continue;
-            }
-            if !origin.is_fit(need, &taken.item, taken.since, now) {
-                // Too old for this one, and all others are older. It was just taken from there, so there is a place for it.
-                let surplus = origin.shelf.put(taken.item, taken.since);
-                debug_assert!(surplus.is_none());
-                return None;
             }
             origin.busy += 1;
             self.idle -= 1;
@@ -697,7 +704,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         };
         let mut next = None;
         for (&ticket, waiter) in &origin.line {
-            if origin.is_fit(waiter.need, &item, since, now) {
+            if waiter.need.is_met(&item, since, now, &origin.idle_rule) {
                 next = Some(ticket);
                 break;
             }

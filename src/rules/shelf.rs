@@ -89,11 +89,19 @@ impl<T: Item> Shelf<T> {
         None
     }
 
-    /// Takes the most recently used item, and says whether its time is over. Whoever finds one that is asks
-    /// again.
-    pub(crate) fn take(&mut self, now: Stamp) -> Option<Taken<T>> {
+    /// Takes the most recently used item if it will do or if its time is over, and says which. Whoever finds one
+    /// that is over asks again.
+    pub(crate) fn take(
+        &mut self,
+        now: Stamp,
+        will_do: impl FnOnce(&T, Stamp) -> bool,
+    ) -> Option<Taken<T>> {
+        let newest = self.idle.back()?;
+        let over = self.over(&newest.item, newest.since, now);
+        if over.is_none() && !will_do(&newest.item, newest.since) {
+            return None;
+        }
         let Idle { since, item } = self.idle.pop_back()?;
-        let over = self.over(&item, since, now);
         Some(Taken { item, since, over })
     }
 
@@ -206,6 +214,10 @@ mod tests {
         }
     }
 
+    fn any(_: &Thing, _: Stamp) -> bool {
+        true
+    }
+
     fn thing(id: u64) -> Thing {
         Thing(id, None)
     }
@@ -231,7 +243,7 @@ mod tests {
             assert_eq!(shelf.put(thing(id), after(start, id)), None);
         }
         let now = after(start, 3);
-        let order: Vec<_> = std::iter::from_fn(|| shelf.take(now))
+        let order: Vec<_> = std::iter::from_fn(|| shelf.take(now, any))
             .map(|taken| (taken.item.0, taken.since.until(now), taken.over))
             .collect();
         let expected = [
@@ -248,7 +260,7 @@ mod tests {
         let mut shelf = Shelf::new(Some(TIMEOUT), 8);
         shelf.put(thing(1), start);
         shelf.put(thing(2), start);
-        let taken = shelf.take(after(start, 10)).expect("it is there");
+        let taken = shelf.take(after(start, 10), any).expect("it is there");
         assert_eq!(taken.over, Some(CloseReason::IdleTimeout));
         let due = Expiry::Due(thing(1), CloseReason::IdleTimeout);
         assert_eq!(shelf.expire(1, after(start, 10)), due);
@@ -264,7 +276,7 @@ mod tests {
             at: start.at + seconds(1),
             wall: start.wall + seconds(600),
         };
-        let taken = shelf.take(woken).expect("it is there");
+        let taken = shelf.take(woken, any).expect("it is there");
         assert_eq!(taken.over, Some(CloseReason::IdleTimeout));
     }
 
@@ -282,7 +294,7 @@ mod tests {
         );
         let due = Expiry::Due(mortal(1), CloseReason::Lifetime);
         assert_eq!(shelf.expire(1, after(start, 5)), due);
-        let taken = shelf.take(after(start, 5)).expect("it is there");
+        let taken = shelf.take(after(start, 5), any).expect("it is there");
         assert_eq!(taken.over, Some(CloseReason::Lifetime));
     }
 
@@ -303,7 +315,7 @@ mod tests {
         shelf.put(thing(1), start);
         let later = after(start, 1_000_000);
         assert_eq!(shelf.expire(1, later), Expiry::NotIdle);
-        assert_eq!(shelf.take(later).expect("it is there").over, None);
+        assert_eq!(shelf.take(later, any).expect("it is there").over, None);
     }
 
     #[test]
@@ -321,7 +333,7 @@ mod tests {
         let start = stamp();
         let mut shelf = Shelf::new(Some(TIMEOUT), 8);
         shelf.put(thing(1), start);
-        let taken = shelf.take(after(start, 1)).expect("it is there");
+        let taken = shelf.take(after(start, 1), any).expect("it is there");
         shelf.put(thing(2), after(start, 2));
         shelf.put(taken.item, taken.since);
         assert_eq!(shelf.oldest(), Some(start.at));
@@ -379,7 +391,7 @@ mod tests {
                     }
                     Event::Take => {
                         let expected = model.pop();
-                        let out = shelf.take(now);
+                        let out = shelf.take(now, any);
                         prop_assert_eq!(
                             out.map(|taken| (taken.item.0, taken.since, taken.over.is_some())),
                             expected.map(|(id, since)| (id, since, is_over(since, now)))
