@@ -69,6 +69,7 @@
 //! * [`RetryLayer`], [`RetryPolicy`], [`ReplayBody`], [`IdempotencyKey`]: sending again.
 //! * [`Resolve`]: finding the addresses of a host.
 //! * [`Stats`], [`Timings`]: what reuse saved, and why connections were closed.
+//! * [`Profile`]: what was learnt of a server.
 //! * [`FreshConnection`], [`TreatAsIdempotent`], [`RequestTimeout`]: marks on a request.
 //!
 //! `docs/delivery.md` in the repository has the whole decision table and the limits of each proof,
@@ -101,6 +102,7 @@ mod delivery;
 mod error;
 mod origin;
 mod pool;
+mod profile;
 mod retry;
 mod rules;
 mod stats;
@@ -116,10 +118,11 @@ pub use origin::Origin;
 pub use pool::body::ResponseBody;
 pub use pool::builder::Builder;
 pub use pool::service::{Pool, ResponseFuture};
+pub use profile::{CloseAge, Known, Profile, Source};
 pub use retry::{
     Class, IdempotencyKey, InvalidKey, KeyForm, ReplayBody, Retry, RetryBudget, RetryFuture,
     RetryLayer, RetryPolicy,
 };
-pub use stats::{ByReason, CloseReason, OriginStats, Profile, Refusal, RetryReason, Stats};
+pub use stats::{ByReason, CloseReason, OriginStats, Refusal, RetryReason, Stats};
 pub use timings::{ConnectionFacts, DialTimings, Handshake, Timings};
 pub use wire::resolve::{Resolve, Resolving};

@@ -170,6 +170,7 @@ pub(crate) struct Counters {
     pub(crate) stale_after_write: AtomicU64,
     pub(crate) handed_back: AtomicU64,
     pub(crate) acks_hastened: AtomicU64,
+    pub(crate) dialed_ahead: AtomicU64,
     closes: [AtomicU64; CloseReason::ALL.len()],
     retries: [AtomicU64; RetryReason::ALL.len()],
     refusals: [AtomicU64; Refusal::ALL.len()],
@@ -196,6 +197,7 @@ impl Counters {
             stale_after_write: AtomicU64::new(0),
             handed_back: AtomicU64::new(0),
             acks_hastened: AtomicU64::new(0),
+            dialed_ahead: AtomicU64::new(0),
             closes: zeroes(),
             retries: zeroes(),
             refusals: zeroes(),
@@ -260,6 +262,7 @@ impl Counters {
             stale_after_write: read(&self.stale_after_write),
             handed_back: read(&self.handed_back),
             acks_hastened: read(&self.acks_hastened),
+            dialed_ahead: read(&self.dialed_ahead),
             too_old_to_trust: 0,
             closes: ByReason::read(CloseReason::ALL, &self.closes),
             retries: ByReason::read(RetryReason::ALL, &self.retries),
@@ -354,6 +357,9 @@ pub struct Stats {
     /// Responses whose beginning was acknowledged at once because their server waits for that: each saved a
     /// delay of 40 ms (Linux and Android).
     pub acks_hastened: u64,
+    /// Connections that were dialled before a request needed them, because another one was about to be closed by the
+    /// server or had carried almost as many requests as it may.
+    pub dialed_ahead: u64,
     /// Times that a request which must not be sent twice found idle connections that had been idle for too long
     /// to be trusted with it, and went on another.
     pub too_old_to_trust: u64,
@@ -376,23 +382,6 @@ pub struct Stats {
     pub waiting: u64,
     /// Each origin that has a connection or a waiting request now, in order.
     pub origins: Vec<OriginStats>,
-}
-
-/// What a pool has learnt of how a server keeps idle connections ([`Pool::profile`](crate::Pool::profile)).
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct Profile {
-    /// The last `Keep-Alive: timeout` of a response. Less a margin it limits the reuse for all requests.
-    pub announced_idle_timeout: Option<Duration>,
-    /// The shortest idle age of the last eight at which the server closed a connection.
-    pub shortest_close: Option<Duration>,
-    /// The longest idle age at which a connection was seen open since the last close.
-    pub longest_open: Option<Duration>,
-    /// Connections that have been idle for longer are not trusted with a request that must not be sent twice: one
-    /// without a key and of a method that is not idempotent.
-    pub trusted_idle_age: Duration,
-    /// How many closes and survivals this rests on.
-    pub observations: u64,
 }
 
 /// One origin of a pool at one moment.
@@ -493,6 +482,13 @@ impl fmt::Display for Stats {
                 f,
                 "\nsplit        {} responses came in two parts and were acknowledged at once",
                 self.acks_hastened
+            )?;
+        }
+        if self.dialed_ahead > 0 {
+            write!(
+                f,
+                "\nahead        {} dialled before they were needed",
+                self.dialed_ahead
             )?;
         }
         line(f, "closed", &self.closes)?;

@@ -6,8 +6,11 @@ use std::time::Duration;
 
 use crate::clock::{Instant, Stamp};
 use crate::origin::Origin;
-use crate::pool::desk::{Desk, Held, Line, News, Permit, Seat, Trade};
+use crate::pool::desk::{Desk, Held, Line, News, Permit, Seat, Trade, Unproven};
+use crate::pool::lessons;
 use crate::rules::addresses::Address;
+use crate::rules::cap::Countdown;
+use crate::rules::learnt::Lesson;
 use crate::rules::shelf::Item;
 use crate::stats::CloseReason;
 use crate::timings::{DialTimings, Handshake};
@@ -21,6 +24,7 @@ pub(crate) type PoolDesk = Desk<Connections>;
 pub(crate) type PoolHeld = Held<Connections>;
 pub(crate) type PoolPermit = Permit<Connections>;
 pub(crate) type PoolSeat = Seat<Connections>;
+pub(crate) type PoolUnproven = Unproven<Connections>;
 
 impl Trade for Connections {
     type Key = Origin;
@@ -30,6 +34,10 @@ impl Trade for Connections {
     /// Closes the connection, which is idle: properly, in the background.
     fn close(card: Card, reason: CloseReason) {
         card.conn.meter().close_because(reason);
+    }
+
+    fn learnt(origin: &Origin, lesson: Lesson) {
+        lessons::tell(origin, lesson);
     }
 }
 
@@ -57,6 +65,9 @@ pub(crate) struct Card {
     pub(crate) served: u32,
     /// The idle timeout that the server announced on it last.
     pub(crate) announced: Option<Duration>,
+    /// What the server announces of how many requests it may carry, and how many that are in all.
+    pub(crate) countdown: Countdown,
+    pub(crate) announced_cap: Option<u32>,
     /// How many it may carry.
     pub(crate) most: Option<u32>,
     /// When it was established.
@@ -86,7 +97,11 @@ impl Item for Card {
         self.lifetime.map(|lifetime| self.born.at + lifetime)
     }
 
-    fn is_unused(&self) -> bool {
-        self.served == 0
+    fn served(&self) -> u32 {
+        self.served
+    }
+
+    fn most(&self) -> Option<u32> {
+        self.most
     }
 }

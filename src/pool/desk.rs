@@ -19,11 +19,12 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use crate::clock::{Stamp, stamp};
+use crate::clock::{Instant, Stamp, stamp};
 use crate::error::DialFailure;
-use crate::rules::idle::IdleRule;
+use crate::rules::dial_window::DialId;
+use crate::rules::learnt::{Learnt, Lesson};
 use crate::rules::plan::{
-    Answer, Asks, Effects, Limits, Need, Place, Plan, Survey, Ticket, Told, Word,
+    Answer, Asks, Dialer, Effects, Limits, NOBODY, Need, Place, Plan, Survey, Ticket, Told, Word,
 };
 use crate::rules::shelf::{Expiry, Item};
 use crate::stats::CloseReason;
@@ -36,6 +37,9 @@ pub(crate) trait Trade: Sized {
     type Line: Line<Self>;
 
     fn close(item: Self::Item, reason: CloseReason);
+
+    /// Something was learnt of what goes by this key.
+    fn learnt(key: &Self::Key, lesson: Lesson);
 }
 
 /// The way to somebody who waits.
@@ -49,6 +53,8 @@ pub(crate) enum News<R: Trade> {
     /// A connection, and since when it was idle if it was.
     Connection(Held<R>),
     MayDial(Permit<R>),
+    /// To be [answered](Spot::call) then: perhaps somebody may dial.
+    Call(Instant),
     Closed,
 }
 
@@ -60,7 +66,7 @@ pub(crate) enum Asked<R: Trade> {
     Closed,
 }
 
-type Fx<R> = Effects<<R as Trade>::Item, <R as Trade>::Line>;
+type Fx<R> = Effects<<R as Trade>::Key, <R as Trade>::Item, <R as Trade>::Line>;
 type PlanOf<R> = Plan<<R as Trade>::Key, <R as Trade>::Item, <R as Trade>::Line>;
 
 /// A pool's plan, and its lock.
@@ -91,13 +97,23 @@ impl<R: Trade> Desk<R> {
 
     /// Runs an event under the lock, and does what follows from it after.
     fn event<A>(self: &Arc<Self>, event: impl FnOnce(&mut PlanOf<R>, &mut Fx<R>) -> A) -> A {
-        let mut fx = Effects::none();
-        let answer = event(&mut self.plan(), &mut fx);
-        self.carry_out(fx);
+        let (answer, spare) = self.event_with_spare(event);
+        debug_assert!(spare.is_none(), "only who can dial is given a spare dial");
         answer
     }
 
-    fn carry_out(self: &Arc<Self>, fx: Fx<R>) {
+    /// The same for an event that may lead to a dial which nobody in line asked for.
+    fn event_with_spare<A>(
+        self: &Arc<Self>,
+        event: impl FnOnce(&mut PlanOf<R>, &mut Fx<R>) -> A,
+    ) -> (A, Option<Permit<R>>) {
+        let mut fx = Effects::none();
+        let answer = event(&mut self.plan(), &mut fx);
+        let spare = self.carry_out(fx);
+        (answer, spare)
+    }
+
+    fn carry_out(self: &Arc<Self>, fx: Fx<R>) -> Option<Permit<R>> {
         if fx.too_old {
             self.too_old.fetch_add(1, Relaxed);
         }
@@ -112,13 +128,19 @@ impl<R: Trade> Desk<R> {
                 Word::Connection(item, since) => {
                     News::Connection(Held::new(self, place, item, since))
                 }
-                Word::Dial => News::MayDial(Permit::new(self, place, ticket)),
+                Word::Dial(dial) => News::MayDial(Permit::new(self, place, ticket, dial)),
+                Word::Call(at) => News::Call(at),
                 Word::Closed => News::Closed,
             });
         }
         for (item, reason) in fx.closed {
             R::close(item, reason);
         }
+        if let Some((key, lesson)) = fx.lesson {
+            R::learnt(&key, lesson);
+        }
+        let spare = fx.spare;
+        spare.map(|(place, dial)| Permit::new(self, place, NOBODY, dial))
     }
 
     /// A place in line that is after all those given out before.
@@ -129,8 +151,11 @@ impl<R: Trade> Desk<R> {
     /// Takes the newest idle connection that will do.
     pub(crate) fn reuse(self: &Arc<Self>, key: &R::Key, need: Need) -> Option<Held<R>> {
         let now = stamp();
-        let (place, item, since) = self.event(|plan, fx| plan.reuse(key, need, now, fx))?;
-        Some(Held::new(self, place, item, Some(since)))
+        let (found, spare) = self.event_with_spare(|plan, fx| plan.reuse(key, need, now, fx));
+        let (place, item, since) = found?;
+        let mut held = Held::new(self, place, item, Some(since));
+        held.spare = spare;
+        Some(held)
     }
 
     /// Asks for a connection: an idle one at once, else a place in line.
@@ -138,9 +163,12 @@ impl<R: Trade> Desk<R> {
         let (now, ticket) = (stamp(), asks.ticket);
         // The spot is made after the lock is released; until then nobody can cancel it but this call, which
         // does not end before.
-        match self.event(|plan, fx| plan.ask(key, asks, now, fx)) {
+        let (answer, spare) = self.event_with_spare(|plan, fx| plan.ask(key, asks, now, fx));
+        match answer {
             Answer::Reuse(place, item, since) => {
-                Asked::Reuse(Held::new(self, place, item, Some(since)))
+                let mut held = Held::new(self, place, item, Some(since));
+                held.spare = spare;
+                Asked::Reuse(held)
             }
             Answer::InLine(place) => Asked::InLine(Spot {
                 desk: Arc::clone(self),
@@ -197,7 +225,7 @@ impl<R: Trade> Desk<R> {
     }
 
     /// What was learnt of an origin.
-    pub(crate) fn learnt(&self, key: &R::Key) -> Option<IdleRule> {
+    pub(crate) fn learnt(&self, key: &R::Key) -> Option<Learnt> {
         self.plan().learnt(key).cloned()
     }
 
@@ -221,6 +249,8 @@ pub(crate) struct Held<R: Trade> {
     since: Option<Stamp>,
     /// How long it had been idle, once it has answered.
     survived: Option<Duration>,
+    /// Leave to dial another one, because this one is near its end.
+    spare: Option<Permit<R>>,
 }
 
 impl<R: Trade> Held<R> {
@@ -231,6 +261,7 @@ impl<R: Trade> Held<R> {
             item: Some(item),
             since,
             survived: None,
+            spare: None,
         }
     }
 
@@ -253,21 +284,45 @@ impl<R: Trade> Held<R> {
         self.survived = idle;
     }
 
+    /// Leave to dial another one. To be used at once: until then it counts as a dial.
+    pub(crate) fn take_spare(&mut self) -> Option<Permit<R>> {
+        self.spare.take()
+    }
+
     /// The connection was found closed after it had been idle for so long, or for less.
     pub(crate) fn found_closed(&self, idle: Duration) {
-        self.desk.plan().found_closed(self.place, idle);
+        self.desk
+            .event(|plan, fx| plan.found_closed(self.place, idle, fx));
     }
 
     /// The server announces on it how long it keeps idle connections.
-    pub(crate) fn announced(&self, timeout: Duration) {
-        self.desk.plan().announced(self.place, timeout);
+    pub(crate) fn announced_idle(&self, timeout: Duration) {
+        self.desk
+            .event(|plan, fx| plan.announced_idle(self.place, timeout, fx));
+    }
+
+    /// The server announces on it how many requests a connection carries.
+    pub(crate) fn announced_cap(&self, cap: u32) {
+        self.desk
+            .event(|plan, fx| plan.announced_cap(self.place, cap, fx));
+    }
+
+    /// The server will close it after this exchange, its `count`th; `by_habit` if that may be for the count's sake.
+    /// Gives leave to dial another one, where one is wanted.
+    pub(crate) fn said_close(&self, count: u32, by_habit: bool) -> Option<Permit<R>> {
+        let id = self.item.as_ref()?.id();
+        let (place, now) = (self.place, stamp());
+        let said = |plan: &mut PlanOf<R>, fx: &mut Fx<R>| {
+            plan.said_close(place, id, count, by_habit, now, fx);
+        };
+        self.desk.event_with_spare(said).1
     }
 
     /// Takes the connection out of the pool. It keeps its seat until that is dropped.
     pub(crate) fn leave(mut self) -> Option<R::Item> {
         let item = self.item.take();
-        if item.is_some() {
-            self.desk.plan().leave(self.place);
+        if let Some(item) = &item {
+            self.desk.plan().leave(self.place, item.id());
         }
         item
     }
@@ -299,9 +354,16 @@ impl<R: Trade> Spot<R> {
         self.cancel()
     }
 
+    /// The time has come at which this one was to call.
+    pub(crate) fn call(&self) {
+        let now = stamp();
+        self.desk.event(|plan, fx| plan.call(self.place, now, fx));
+    }
+
     fn cancel(&self) -> Option<DialFailure> {
+        let now = stamp();
         self.desk
-            .event(|plan, fx| plan.cancel(self.place, self.ticket, fx))
+            .event(|plan, fx| plan.cancel(self.place, self.ticket, now, fx))
     }
 }
 
@@ -315,15 +377,14 @@ impl<R: Trade> Drop for Spot<R> {
 /// Leave to dial. Counts as dialling until its end is reported; dropped, it is a dial that came to nothing.
 pub(crate) struct Permit<R: Trade> {
     desk: Arc<Desk<R>>,
-    place: Place,
-    ticket: Ticket,
+    by: Dialer,
     is_over: bool,
     // Dropped last, with what is left of the permit: the seat is free once the dial counts no more.
     seat: Arc<Seat<R>>,
 }
 
 impl<R: Trade> Permit<R> {
-    fn new(desk: &Arc<Desk<R>>, place: Place, ticket: Ticket) -> Self {
+    fn new(desk: &Arc<Desk<R>>, place: Place, ticket: Ticket, dial: DialId) -> Self {
         let seat = Seat {
             desk: Arc::downgrade(desk),
             place,
@@ -331,8 +392,11 @@ impl<R: Trade> Permit<R> {
         };
         Permit {
             desk: Arc::clone(desk),
-            place,
-            ticket,
+            by: Dialer {
+                place,
+                ticket,
+                dial,
+            },
             is_over: false,
             seat: Arc::new(seat),
         }
@@ -343,12 +407,22 @@ impl<R: Trade> Permit<R> {
         &self.seat
     }
 
-    /// The dial has brought a connection: for its owner, else for whoever is next.
-    pub(crate) fn opened(mut self, item: R::Item) {
+    /// The way to report how far the dial is.
+    pub(crate) fn reports(&self) -> Reports<R> {
+        Reports {
+            desk: Arc::downgrade(&self.desk),
+            by: self.by,
+        }
+    }
+
+    /// The dial has brought a connection: for its owner, else for whoever is next. `is_proven` if the server has sent
+    /// something on it; otherwise what is returned waits for that.
+    pub(crate) fn opened(mut self, item: R::Item, is_proven: bool) -> Option<Unproven<R>> {
         self.is_over = true;
-        let now = stamp();
+        let (by, now) = (self.by, stamp());
         self.desk
-            .event(|plan, fx| plan.dialed(self.place, self.ticket, item, now, fx));
+            .event(|plan, fx| plan.dialed(by, item, is_proven, now, fx));
+        (!is_proven).then(|| Unproven(self.reports()))
     }
 
     /// The dial has failed.
@@ -358,10 +432,56 @@ impl<R: Trade> Permit<R> {
 
     fn end(&mut self, failure: Option<DialFailure>) {
         if !std::mem::replace(&mut self.is_over, true) {
-            let now = stamp();
+            let (by, now) = (self.by, stamp());
             self.desk
-                .event(|plan, fx| plan.dial_failed(self.place, self.ticket, failure, now, fx));
+                .event(|plan, fx| plan.dial_failed(by, failure, now, fx));
         }
+    }
+}
+
+/// The way to report how far a dial is. Reports of a dial that is over change nothing.
+pub(crate) struct Reports<R: Trade> {
+    desk: Weak<Desk<R>>,
+    by: Dialer,
+}
+
+impl<R: Trade> Reports<R> {
+    /// The TCP handshake is over, which took so long.
+    pub(crate) fn connected(&self, took: Duration) {
+        self.report(|plan, place, dial, now, fx| plan.connected(place, dial, took, now, fx));
+    }
+
+    /// The dial, or the first request on its connection, has lost a packet.
+    pub(crate) fn lost(&self) {
+        self.report(PlanOf::<R>::dial_lost);
+    }
+
+    fn report(&self, event: impl FnOnce(&mut PlanOf<R>, Place, DialId, Stamp, &mut Fx<R>)) {
+        if let Some(desk) = self.desk.upgrade() {
+            let (Dialer { place, dial, .. }, now) = (self.by, stamp());
+            desk.event(|plan, fx| event(plan, place, dial, now, fx));
+        }
+    }
+}
+
+/// A connection on which the server has not sent anything yet. Dropped, it says nothing of how the server accepts.
+pub(crate) struct Unproven<R: Trade>(Reports<R>);
+
+impl<R: Trade> Unproven<R> {
+    /// The server has sent its first byte.
+    pub(crate) fn proven(self) {
+        self.0.report(PlanOf::<R>::proven);
+    }
+
+    /// A packet was lost.
+    pub(crate) fn lost(self) {
+        self.0.lost();
+    }
+}
+
+impl<R: Trade> Drop for Unproven<R> {
+    fn drop(&mut self) {
+        self.0.report(PlanOf::<R>::dial_ended);
     }
 }
 
@@ -389,7 +509,7 @@ impl<R: Trade> Seat<R> {
     pub(crate) fn remove(&self) -> Option<R::Item> {
         let desk = self.desk.upgrade()?;
         let now = stamp();
-        desk.plan().remove(self.place, self.id, now)
+        desk.event(|plan, fx| plan.remove(self.place, self.id, now, fx))
     }
 
     /// Asks whether the connection's time is over while it is idle, and takes it off the shelf if so.
@@ -406,7 +526,8 @@ impl<R: Trade> Drop for Seat<R> {
         let Some(desk) = self.desk.upgrade() else {
             return;
         };
-        desk.event(|plan, fx| plan.seat_freed(self.place, Some(self.id), fx));
+        let now = stamp();
+        desk.event(|plan, fx| plan.seat_freed(self.place, Some(self.id), now, fx));
         desk.changed.notify_waiters();
     }
 }
@@ -415,6 +536,14 @@ impl<R: Trade> fmt::Debug for Held<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Held")
             .field("place", &self.place)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<R: Trade> fmt::Debug for Permit<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Permit")
+            .field("by", &self.by)
             .finish_non_exhaustive()
     }
 }

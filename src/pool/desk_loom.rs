@@ -16,6 +16,8 @@ impl Trade for Numbers {
     type Line = Inbox;
 
     fn close(_: Number, _: CloseReason) {}
+
+    fn learnt(_: &u8, _: Lesson) {}
 }
 
 /// A connection; its seat is free once it is dropped.
@@ -36,8 +38,12 @@ impl Item for Number {
         None
     }
 
-    fn is_unused(&self) -> bool {
-        false
+    fn served(&self) -> u32 {
+        1
+    }
+
+    fn most(&self) -> Option<u32> {
+        None
     }
 }
 
@@ -82,6 +88,7 @@ const ONE: Limits = Limits {
     idle_per_origin: 1,
     dials_per_origin: 1,
     waiters_per_origin: usize::MAX,
+    dial_window: true,
 };
 
 fn ask(desk: &Arc<Desk<Numbers>>, inbox: &Inbox) -> Asked<Numbers> {
@@ -104,7 +111,7 @@ fn held(desk: &Arc<Desk<Numbers>>) -> Held<Numbers> {
     for news in inbox.hear() {
         if let News::MayDial(permit) = news {
             let seat = Arc::clone(permit.seat());
-            permit.opened(Number { seat });
+            permit.opened(Number { seat }, true);
         }
     }
     drop(spot);
@@ -134,8 +141,9 @@ fn is_served(desk: &Arc<Desk<Numbers>>) -> bool {
                 }
                 News::MayDial(permit) => {
                     let seat = Arc::clone(permit.seat());
-                    permit.opened(Number { seat });
+                    permit.opened(Number { seat }, true);
                 }
+                News::Call(_) => panic!("one dial needs no pace"),
                 News::Closed => return false,
             }
         }

@@ -11,26 +11,28 @@
 //!   for as long as [`LOST_DIAL_PATIENCE`], and what it brings goes to whoever is next.
 
 use std::future::{pending, poll_fn};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{sleep, sleep_until};
-use tracing::Instrument;
+use tokio::time::{sleep, sleep_until, timeout};
+use tracing::{Instrument, Span};
 
 use crate::clock::{Instant, now, stamp};
 use crate::error::{DialFailure, Error, ErrorKind, Phase};
 use crate::origin::Origin;
-use crate::pool::card::{Card, Ear, PoolHeld, PoolPermit, PoolSeat};
+use crate::pool::card::{Card, Ear, PoolHeld, PoolPermit, PoolSeat, PoolUnproven};
 use crate::pool::desk::{Asked, News};
 use crate::pool::keeper::{Kept, keep};
 use crate::pool::state::Shared;
+use crate::rules::cap::Countdown;
 use crate::rules::plan::{Asks, Need, Ticket};
 use crate::stats::{CloseReason, Counters};
 use crate::timings::{ConnectionFacts, Handshake};
-use crate::wire::dial::{Dialed, Stage};
+use crate::wire::dial::{Dialed, Sign, Stage};
 use crate::wire::http1::{Conn, Probe};
+use crate::wire::meter::{FirstByteReceived, Socket};
 
 /// The right to use a connection for one exchange.
 #[derive(Debug)]
@@ -93,8 +95,11 @@ impl Lease {
         }
     }
 
-    fn new(shared: &Arc<Shared>, origin: &Origin, held: PoolHeld) -> Result<Lease, Error> {
+    fn new(shared: &Arc<Shared>, origin: &Origin, mut held: PoolHeld) -> Result<Lease, Error> {
         let idle = held.since().map(|since| since.until(stamp()));
+        if let Some(spare) = held.take_spare() {
+            start_spare(shared, origin, spare);
+        }
         let Some(card) = held.item() else {
             // What is handed out has not been given away.
             return Err(Error::before_sending(ErrorKind::Connect, Phase::Queue));
@@ -161,12 +166,37 @@ impl Lease {
     }
 
     /// Notes what the server announces of its idle timeout, if that is news.
-    pub(crate) fn announced(&mut self, timeout: Duration) {
+    pub(crate) fn announced_idle(&mut self, timeout: Duration) {
         if let Some(held) = &mut self.held
             && let Some(card) = held.item_mut()
             && card.announced.replace(timeout) != Some(timeout)
         {
-            held.announced(timeout);
+            held.announced_idle(timeout);
+        }
+    }
+
+    /// Notes what the server announces of how many requests a connection carries, if that is news.
+    pub(crate) fn announced_max(&mut self, max: u32) {
+        if let Some(held) = &mut self.held
+            && let Some(card) = held.item_mut()
+        {
+            let cap = card.countdown.read(max, card.served.saturating_add(1));
+            if card.announced_cap.replace(cap) != Some(cap) {
+                held.announced_cap(cap);
+            }
+        }
+    }
+
+    /// The response says that the connection closes after it, perhaps because of the number of requests. Dials another
+    /// one where one is wanted.
+    pub(crate) fn said_close(&self, by_habit: bool) {
+        let count = self.facts.served.saturating_add(1);
+        let spare = self
+            .held
+            .as_ref()
+            .and_then(|held| held.said_close(count, by_habit));
+        if let Some(spare) = spare {
+            start_spare(&self.shared, &self.origin, spare);
         }
     }
 
@@ -302,6 +332,7 @@ async fn in_line(
     };
     drop(seat);
     let mut dial: Option<Dial> = None;
+    let mut call: Option<Instant> = None;
     let out_of_patience = async {
         match wish.until {
             Some((until, kind)) => {
@@ -317,6 +348,11 @@ async fn in_line(
             biased;
             // Out of line without news: the dial has failed, and its error is on its way.
             Some(heard) = news.recv() => Some(heard),
+            () = reached(call) => {
+                call = None;
+                spot.call();
+                continue;
+            }
             ended = dial_ended(&mut dial) => match ended {
                 Some(error) => return Err(error),
                 // Out of line: by what it has brought, or by a connection that came back, of which another
@@ -334,13 +370,21 @@ async fn in_line(
         };
         match heard {
             Some(News::Connection(held)) => return Lease::new(shared, origin, held),
-            Some(News::MayDial(permit)) => dial = Some(start_dial(shared, origin, permit)),
+            Some(News::MayDial(permit)) => dial = Some(start_dial(shared, origin, permit, false)),
+            Some(News::Call(at)) => call = Some(at),
             Some(News::Closed) => return Err(pool_closed()),
             None => {
                 let error = Error::before_sending(ErrorKind::Connect, Phase::Connect);
                 return Err(error.with_source("the task that dialled ended: its runtime was shut down, or the resolver panicked"));
             }
         }
+    }
+}
+
+async fn reached(time: Option<Instant>) {
+    match time {
+        Some(time) => sleep_until(time).await,
+        None => pending().await,
     }
 }
 
@@ -355,8 +399,12 @@ async fn dial_ended(dial: &mut Option<Dial>) -> Option<Error> {
     }
 }
 
-fn start_dial(shared: &Arc<Shared>, origin: &Origin, permit: PoolPermit) -> Dial {
-    let stage = Arc::new(Stage::default());
+fn start_dial(shared: &Arc<Shared>, origin: &Origin, permit: PoolPermit, is_spare: bool) -> Dial {
+    let reports = permit.reports();
+    let stage = Arc::new(Stage::reporting(move |sign| match sign {
+        Sign::Connected(took) => reports.connected(took),
+        Sign::Lost => reports.lost(),
+    }));
     let (failing, failed) = oneshot::channel();
     let dial = dial(
         Arc::clone(shared),
@@ -365,8 +413,23 @@ fn start_dial(shared: &Arc<Shared>, origin: &Origin, permit: PoolPermit) -> Dial
         Arc::clone(&stage),
         failing,
     );
-    tokio::spawn(dial.in_current_span());
+    // The span of a request is not kept open beyond it.
+    let dial = match is_spare {
+        true => dial.instrument(Span::none()),
+        false => dial.in_current_span(),
+    };
+    tokio::spawn(async move {
+        if let Some(proof) = dial.await {
+            proof.wait().await;
+        }
+    });
     Dial { stage, failed }
+}
+
+/// Dials because another connection is near its end. Nobody waits for it: what it brings is pooled.
+fn start_spare(shared: &Arc<Shared>, origin: &Origin, permit: PoolPermit) {
+    Counters::add(&shared.counters.dialed_ahead);
+    drop(start_dial(shared, origin, permit, true));
 }
 
 /// How long a dial goes on that nobody waits for any more: it may still be of use, and a lost SYN comes again
@@ -379,25 +442,63 @@ async fn dial(
     permit: PoolPermit,
     stage: Arc<Stage>,
     mut failing: oneshot::Sender<Error>,
-) {
+) -> Option<Proof> {
     let result = tokio::select! {
         biased;
         result = shared.config.dialer.dial(&origin, &shared.counters, &stage) => result,
-        () = lost(&shared, &mut failing) => return,
+        () = lost(&shared, &mut failing) => return None,
     };
     if stage.addresses_retired() {
         shared.desk.sweep(&origin);
     }
     match result {
         Ok(dialed) => {
+            let first_byte = dialed.conn.meter().first_byte_received();
+            let socket = dialed.conn.socket().clone();
             let card = open(&shared, &origin, &permit, dialed);
-            permit.opened(card);
+            let unproven = permit.opened(card, origin.is_https())?;
+            Some(Proof {
+                unproven,
+                first_byte,
+                socket,
+            })
         }
         Err(error) => {
             Counters::add(&shared.counters.dials_failed);
             permit.failed(DialFailure::of(&error));
             // Whoever has been served otherwise does not hear of it.
             let _ = failing.send(error);
+            None
+        }
+    }
+}
+
+/// How long a connection on which the server has sent nothing says anything of how the server accepts. By then the
+/// kernel has repeated twice what was lost.
+const PROOF_PATIENCE: Duration = Duration::from_secs(1);
+
+/// After so long the kernel has repeated a request that got no acknowledgement, so that a loss can be seen.
+const FIRST_REPEAT: Duration = Duration::from_millis(250);
+
+/// A connection on which the server has sent nothing yet.
+struct Proof {
+    unproven: PoolUnproven,
+    first_byte: FirstByteReceived,
+    socket: Weak<Socket>,
+}
+
+impl Proof {
+    /// Waits for the first byte, or for a sign that something was lost.
+    async fn wait(self) {
+        let has_lost = || Conn::has_lost(&self.socket) == Some(true);
+        let mut proof = timeout(FIRST_REPEAT, self.first_byte.wait()).await;
+        if proof.is_err() && !has_lost() {
+            proof = timeout(PROOF_PATIENCE - FIRST_REPEAT, self.first_byte.wait()).await;
+        }
+        if has_lost() {
+            self.unproven.lost();
+        } else if proof == Ok(true) {
+            self.unproven.proven();
         }
     }
 }
@@ -442,6 +543,8 @@ fn open(shared: &Arc<Shared>, origin: &Origin, permit: &PoolPermit, dialed: Dial
         handshake: dialed.handshake,
         served: 0,
         announced: None,
+        countdown: Countdown::default(),
+        announced_cap: None,
         most: config.max_requests_per_connection,
         born: stamp(),
         lifetime,

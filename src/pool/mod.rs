@@ -10,5 +10,6 @@ pub(crate) mod card;
 pub(crate) mod desk;
 pub(crate) mod keeper;
 pub(crate) mod lease;
+pub(crate) mod lessons;
 pub(crate) mod service;
 pub(crate) mod state;

@@ -29,10 +29,11 @@ use crate::pool::body::{After, ResponseBody};
 use crate::pool::builder::{Builder, Config};
 use crate::pool::lease::{Lease, Wish};
 use crate::pool::state::Shared;
+use crate::profile::Profile;
 use crate::rules::hint;
-use crate::rules::persist;
+use crate::rules::persist::{self, Persistence};
 use crate::rules::plan::Need;
-use crate::stats::{CloseReason, Counters, Profile, RetryLedger, Stats};
+use crate::stats::{CloseReason, Counters, RetryLedger, Stats};
 use crate::timings::Timings;
 use crate::wire::http1::{Failed, Limits, RECALL_WAIT};
 use crate::wire::outgoing::{Head, OutBody, Outgoing, Upload};
@@ -113,17 +114,14 @@ impl Pool {
         self.handle.shared.stats()
     }
 
-    /// What the pool has learnt of how a server keeps idle connections. `None` before the first connection, and for
-    /// an origin that was forgotten: of those without a connection the last 1,024 are remembered.
+    /// What the pool has learnt of an origin. `None` before the first connection, and for an origin that was forgotten:
+    /// of those without a connection the last 1,024 are remembered.
     pub fn profile(&self, origin: &Origin) -> Option<Profile> {
-        let rule = self.handle.shared.desk.learnt(origin)?;
-        Some(Profile {
-            announced_idle_timeout: rule.announced(),
-            shortest_close: rule.shortest_close(),
-            longest_open: rule.longest_open(),
-            trusted_idle_age: rule.trusted(),
-            observations: rule.observations(),
-        })
+        let shared = &self.handle.shared;
+        let learnt = shared.desk.learnt(origin)?;
+        let config = &shared.config;
+        let (idle, most) = (config.idle_timeout, config.max_requests_per_connection);
+        Some(learnt.profile(idle, most, config.dialer.splits(origin)))
     }
 
     /// Closes the connections to an origin: idle ones now, the others when their exchange is over. The next
@@ -451,7 +449,10 @@ async fn answer(
     }
     let (mut parts, incoming) = response.into_parts();
     if let Some(timeout) = hint::timeout(&parts.headers) {
-        lease.announced(timeout);
+        lease.announced_idle(timeout);
+    }
+    if let Some(max) = hint::max(&parts.headers) {
+        lease.announced_max(max);
     }
     let persistence = persist::after_response(
         method,
@@ -460,6 +461,11 @@ async fn answer(
         parts.version,
         &parts.headers,
     );
+    if persistence == Persistence::Close(CloseReason::ResponseSaidClose) {
+        // A server that has met an error closes for that.
+        let is_error = parts.status.is_client_error() || parts.status.is_server_error();
+        lease.said_close(!is_error);
+    }
     parts.extensions.insert(timings);
     let after = After::new(lease, persistence, upload);
     let body = if incoming.is_end_stream() {

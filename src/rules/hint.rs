@@ -1,4 +1,5 @@
-//! Reads `Keep-Alive`, in which some servers say for how long they keep an idle connection.
+//! Reads `Keep-Alive`, in which some servers say for how long they keep an idle connection, and how many requests one
+//! may carry.
 //!
 //! There is no standard for it any more ([RFC 9110 section 7.6.1] leaves it to old agreements), and it is a hint and no
 //! promise: servers close earlier and later than they say. It may shorten a limit and never lengthen one.
@@ -14,18 +15,28 @@ const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 
 /// The idle timeout that a response announces. Of several the shortest; what cannot be read says nothing.
 pub(crate) fn timeout(headers: &HeaderMap) -> Option<Duration> {
+    lowest(headers, b"timeout").map(Duration::from_secs)
+}
+
+/// How many requests a response says its connection may carry, or may carry yet: servers differ in what they mean
+/// ([`Countdown`](crate::rules::cap::Countdown)). Of several the lowest; what cannot be read says nothing.
+pub(crate) fn max(headers: &HeaderMap) -> Option<u32> {
+    // More than a connection ever carries is no cap.
+    lowest(headers, b"max").and_then(|max| max.try_into().ok())
+}
+
+fn lowest(headers: &HeaderMap, name: &[u8]) -> Option<u64> {
     let lines = headers.get_all(KEEP_ALIVE).iter();
     let parameters = lines.flat_map(|line| line.as_bytes().split(|&byte| byte == b','));
     parameters
-        .filter_map(seconds)
+        .filter_map(|parameter| number(parameter, name))
         .min()
-        .map(Duration::from_secs)
 }
 
-fn seconds(parameter: &[u8]) -> Option<u64> {
+fn number(parameter: &[u8], wanted: &[u8]) -> Option<u64> {
     let at = parameter.iter().position(|&byte| byte == b'=')?;
     let (name, value) = (&parameter[..at], &parameter[at + 1..]);
-    if !name.trim_ascii().eq_ignore_ascii_case(b"timeout") {
+    if !name.trim_ascii().eq_ignore_ascii_case(wanted) {
         return None;
     }
     let value = value.trim_ascii();
@@ -61,6 +72,21 @@ mod tests {
         }
         assert_eq!(read(&["timeout=60", "max=3, timeout=5"]), Some(5));
         assert_eq!(read(&["timeout=0"]), Some(0));
+    }
+
+    #[test]
+    fn a_number_of_requests_is_read_beside_the_timeout() {
+        let read = |line| {
+            max(&HeaderMap::from_iter([(
+                KEEP_ALIVE,
+                HeaderValue::from_static(line),
+            )]))
+        };
+        assert_eq!(read("timeout=5, max=100"), Some(100));
+        assert_eq!(read("Max = 3,timeout=5, max=7"), Some(3));
+        for line in ["timeout=5", "max=", "max=x", "max=-1", "max=99999999999"] {
+            assert_eq!(read(line), None, "{line}");
+        }
     }
 
     /// Malformed values are ignored.

@@ -17,11 +17,16 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use crate::profile::Source;
+
 /// gunicorn closes after 2 s, and few servers sooner.
 const UNKNOWN: Duration = Duration::from_secs(1);
 
 /// How many of the last closes are remembered.
 const CLOSES: usize = 8;
+
+/// Two closes whose ages differ by no more than this part are of the same timeout.
+const AGREE: u32 = 8;
 
 /// How often connections must be seen open at an age at which the server has closed before that close is forgotten.
 /// Several servers behind one name may each have their own timeout, so once is not enough.
@@ -33,12 +38,21 @@ fn margin(time: Duration) -> Duration {
     Duration::from_secs(1).max(time / 5).min(time / 2)
 }
 
+/// An idle connection that the server has closed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Close {
+    /// How long it had been idle.
+    pub(crate) age: Duration,
+    /// It was found closed, so that is the most that it can have been.
+    pub(crate) at_most: bool,
+}
+
 /// What is known of one origin.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct IdleRule {
     announced: Option<Duration>,
     /// The ages of idle connections that the server has closed, newest last.
-    closes: VecDeque<Duration>,
+    closes: VecDeque<Close>,
     /// The longest age at which an idle connection was seen open.
     open: Option<Duration>,
     contradictions: u32,
@@ -51,14 +65,15 @@ impl IdleRule {
         self.announced = Some(timeout);
     }
 
-    /// The server has closed a connection that had been idle for so long, or for less.
-    pub(crate) fn closed(&mut self, age: Duration) {
+    /// The server has closed a connection that had been idle for so long, or at most for so long where it was found
+    /// closed.
+    pub(crate) fn closed(&mut self, age: Duration, at_most: bool) {
         self.observations += 1;
         self.contradictions = 0;
         if self.closes.len() >= CLOSES {
             self.closes.pop_front();
         }
-        self.closes.push_back(age);
+        self.closes.push_back(Close { age, at_most });
         // What was seen before may have been another configuration.
         self.open = self
             .open
@@ -69,7 +84,7 @@ impl IdleRule {
     pub(crate) fn open(&mut self, age: Duration) {
         self.observations += 1;
         self.open = self.open.max(Some(age));
-        let Some(shortest) = self.shortest_close() else {
+        let Some(Close { age: shortest, .. }) = self.shortest_close() else {
             return;
         };
         if age <= shortest {
@@ -78,17 +93,29 @@ impl IdleRule {
         self.contradictions += 1;
         if self.contradictions >= CONTRADICTIONS {
             self.contradictions = 0;
-            self.closes.retain(|&close| close > shortest);
+            self.closes.retain(|close| close.age > shortest);
         }
     }
 
     /// The age below which an idle connection is trusted with a request that must not be sent twice.
     pub(crate) fn trusted(&self) -> Duration {
         let trusted = self.open.map_or(UNKNOWN, |open| open.max(UNKNOWN));
-        let known = self.announced.into_iter().chain(self.shortest_close());
-        known
-            .map(|time| time - margin(time))
-            .fold(trusted, Duration::min)
+        let known = self.closes_after().map(|time| time - margin(time));
+        known.map_or(trusted, |known| known.min(trusted))
+    }
+
+    /// Where the trusted age comes from.
+    pub(crate) fn source(&self) -> Source {
+        let trusted = self.trusted();
+        let less_margin = |time: Duration| time - margin(time);
+        if self.announced.map(less_margin) == Some(trusted) {
+            return Source::Hint;
+        }
+        let close = self.shortest_close().map(|close| less_margin(close.age));
+        if close == Some(trusted) || self.open.is_some_and(|open| open >= UNKNOWN) {
+            return Source::Seen;
+        }
+        Source::Default
     }
 
     /// The age from which on an idle connection is not used for any request.
@@ -100,8 +127,28 @@ impl IdleRule {
         self.announced
     }
 
-    pub(crate) fn shortest_close(&self) -> Option<Duration> {
-        self.closes.iter().min().copied()
+    /// Of the closes that are remembered the one at the lowest age.
+    pub(crate) fn shortest_close(&self) -> Option<Close> {
+        self.closes.iter().min_by_key(|close| close.age).copied()
+    }
+
+    /// After how long the server closes, as far as is known: what it announces, or the shortest close seen.
+    pub(crate) fn closes_after(&self) -> Option<Duration> {
+        let seen = self.shortest_close().map(|close| close.age);
+        self.announced.into_iter().chain(seen).min()
+    }
+
+    /// The server's idle timeout, where that is more than a guess: announced, or the age at which it closed twice.
+    pub(crate) fn timeout(&self) -> Option<Duration> {
+        let mut ages: Vec<_> = self.closes.iter().map(|close| close.age).collect();
+        ages.sort_unstable();
+        let twice = ages
+            .windows(2)
+            .find(|pair| pair[1] - pair[0] <= pair[0] / AGREE);
+        self.announced
+            .into_iter()
+            .chain(twice.map(|pair| pair[0]))
+            .min()
     }
 
     pub(crate) fn longest_open(&self) -> Option<Duration> {
@@ -161,11 +208,11 @@ mod tests {
     fn a_close_lowers_the_trusted_age_at_once() {
         let mut rule = IdleRule::default();
         rule.open(seconds(30.0));
-        rule.closed(seconds(5.0));
+        rule.closed(seconds(5.0), false);
         assert_eq!(rule.trusted(), seconds(4.0));
-        rule.closed(seconds(2.0));
+        rule.closed(seconds(2.0), false);
         assert_eq!(rule.trusted(), seconds(1.0));
-        rule.closed(seconds(30.0));
+        rule.closed(seconds(30.0), false);
         assert_eq!(
             rule.trusted(),
             seconds(1.0),
@@ -176,18 +223,18 @@ mod tests {
     #[test]
     fn a_server_that_closes_later_now_is_believed_after_a_number_of_closes() {
         let mut rule = IdleRule::default();
-        rule.closed(seconds(2.0));
+        rule.closed(seconds(2.0), false);
         for _ in 0..CLOSES {
-            assert_eq!(rule.shortest_close(), Some(seconds(2.0)));
-            rule.closed(seconds(60.0));
+            assert_eq!(rule.closes_after(), Some(seconds(2.0)));
+            rule.closed(seconds(60.0), false);
         }
-        assert_eq!(rule.shortest_close(), Some(seconds(60.0)));
+        assert_eq!(rule.closes_after(), Some(seconds(60.0)));
     }
 
     #[test]
     fn a_server_that_does_not_close_any_more_is_believed_after_a_number_of_looks() {
         let mut rule = IdleRule::default();
-        rule.closed(seconds(2.0));
+        rule.closed(seconds(2.0), false);
         for _ in 0..CONTRADICTIONS {
             assert_eq!(rule.trusted(), seconds(1.0));
             rule.open(seconds(20.0));
@@ -207,13 +254,13 @@ mod tests {
                 let age = Duration::from_millis(ms);
                 match kind {
                     0 => rule.open(age),
-                    1 => rule.closed(age),
+                    1 => rule.closed(age, false),
                     _ => rule.announce(age),
                 }
                 if kind == 1 {
                     prop_assert!(rule.trusted() <= age - margin(age));
                 }
-                for known in rule.announced().into_iter().chain(rule.shortest_close()) {
+                for known in rule.announced().into_iter().chain(rule.closes_after()) {
                     prop_assert!(rule.trusted() <= known - margin(known));
                 }
                 prop_assert!(rule.closes.len() <= CLOSES);

@@ -16,10 +16,13 @@
 //!   nor more dials than [`Limits::dials_per_origin`].
 //! * `seats = idle + busy + dialing + closing`, for each origin and in all.
 //! * Nobody waits for a connection while one that they could use is idle, and nobody without a dial of their
-//!   own waits while both a seat and a dial are free.
+//!   own waits while both a seat and a dial are free and the origin's [dial window](DialWindow) is open. Where only
+//!   time opens it, somebody in line has been told when.
 //! * First come, first served: a connection that comes back goes to the first in line who can use it, a free seat
 //!   to the first in line whose origin may have one more. A dial belongs to one ticket; its failure concerns
 //!   that one only, and what it brings goes to the first in line if its owner has been served otherwise.
+//! * A connection that is opened ahead of time, because another one is near its end, takes no seat and no dial from
+//!   anybody in line, and closes nothing.
 //! * With all seats taken, an origin whose first in line came earlier, and which has no connection at all or has
 //!   waited for [`PATIENCE`], gets the next seat that another origin's connection leaves.
 
@@ -29,7 +32,11 @@ use std::time::Duration;
 
 use crate::clock::{Instant, Stamp};
 use crate::error::DialFailure;
+use crate::rules::cap::is_near;
+use crate::rules::demand::Demand;
+use crate::rules::dial_window::{DialId, Leave};
 use crate::rules::idle::IdleRule;
+use crate::rules::learnt::{Learnt, Lesson};
 use crate::rules::shelf::{Expiry, Item, Shelf};
 use crate::stats::CloseReason;
 
@@ -46,6 +53,8 @@ pub(crate) struct Limits {
     pub(crate) dials_per_origin: usize,
     /// Requests that wait for a connection to one origin without a dial of their own.
     pub(crate) waiters_per_origin: usize,
+    /// Whether the dials of an origin that have not proved themselves are limited by what was learnt of it.
+    pub(crate) dial_window: bool,
 }
 
 impl Limits {
@@ -61,7 +70,11 @@ impl Limits {
 pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Of how many origins without a connection what was learnt is kept.
-const LEARNT: usize = 1024;
+const REMEMBERED: usize = 1024;
+
+/// How long a connection that has carried nothing is trusted with a request that must not be sent twice. Servers close
+/// those by other clocks than idle ones, some after 5 s.
+const UNUSED_TRUSTED: Duration = Duration::from_secs(1);
 
 /// A place in line. Lower ones came earlier.
 pub(crate) type Ticket = u64;
@@ -76,7 +89,9 @@ pub(crate) enum Word<T> {
     Connection(T, Option<Stamp>),
     /// They may dial, and stay in line. They have a seat, and count as dialling until the dial's end is
     /// reported.
-    Dial,
+    Dial(DialId),
+    /// They stay in line, and [call](Plan::call) then: perhaps somebody may dial.
+    Call(Instant),
     /// The pool was closed. They are in line no more.
     Closed,
 }
@@ -84,13 +99,17 @@ pub(crate) enum Word<T> {
 /// What is to be done once the lock is released.
 #[derive(Debug)]
 #[must_use]
-pub(crate) struct Effects<T, W> {
+pub(crate) struct Effects<K, T, W> {
     pub(crate) told: Vec<Told<T, W>>,
     pub(crate) closed: Vec<(T, CloseReason)>,
     /// Those who have left the line and are told nothing.
     pub(crate) gone: Vec<W>,
     /// The idle connections were too old for who asked.
     pub(crate) too_old: bool,
+    /// A dial that nobody in line asked for, because a connection is near its end.
+    pub(crate) spare: Option<(Place, DialId)>,
+    /// What was learnt by it that is worth telling.
+    pub(crate) lesson: Option<(K, Lesson)>,
 }
 
 /// Which connection will do.
@@ -108,7 +127,8 @@ impl Need {
     fn is_met(self, item: &impl Item, since: Stamp, now: Stamp, rule: &IdleRule) -> bool {
         match self {
             Need::Any => true,
-            Need::Young => item.is_unused() || since.until(now) < rule.trusted(),
+            Need::Young if item.is_unused() => since.until(now) < UNUSED_TRUSTED,
+            Need::Young => since.until(now) < rule.trusted(),
             Need::Fresh => item.is_unused(),
         }
     }
@@ -123,13 +143,15 @@ pub(crate) struct Told<T, W> {
     pub(crate) word: Word<T>,
 }
 
-impl<T, W> Effects<T, W> {
+impl<K, T, W> Effects<K, T, W> {
     pub(crate) fn none() -> Self {
         Effects {
             told: Vec::new(),
             closed: Vec::new(),
             gone: Vec::new(),
             too_old: false,
+            spare: None,
+            lesson: None,
         }
     }
 
@@ -147,6 +169,18 @@ pub(crate) struct Asks<W> {
     /// It had been in line before, and what it got was no good: it is not turned away.
     pub(crate) again: bool,
 }
+
+/// A dial, and whose it is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Dialer {
+    pub(crate) place: Place,
+    /// Its owner's, or [`NOBODY`].
+    pub(crate) ticket: Ticket,
+    pub(crate) dial: DialId,
+}
+
+/// The ticket of a dial that nobody in line asked for.
+pub(crate) const NOBODY: Ticket = 0;
 
 /// What asking for a connection leads to.
 #[derive(Debug, Eq, PartialEq)]
@@ -207,10 +241,15 @@ struct Origin<K, T, W> {
     /// When each open connection was established.
     born: Vec<(u64, Instant)>,
     last_failure: Option<(Instant, DialFailure)>,
-    idle_rule: IdleRule,
+    learnt: Learnt,
+    demand: Demand,
+    /// Open connections that are near their end.
+    ending: Vec<u64>,
+    /// Who in line calls when the pace of the dial window allows one more.
+    caller: Option<Ticket>,
 }
 
-impl<K, T: Item, W> Origin<K, T, W> {
+impl<K, T: Item, W: Clone> Origin<K, T, W> {
     fn gauges(&self) -> Gauges {
         let idle = self.shelf.len();
         Gauges {
@@ -226,6 +265,57 @@ impl<K, T: Item, W> Origin<K, T, W> {
     fn room(&self, limits: &Limits) -> usize {
         let seats = limits.connections_per_origin - self.seats;
         seats.min(limits.dials_per_origin - self.dialing)
+    }
+
+    /// When the dial window allows one more.
+    fn leave(&self, limits: &Limits, now: Instant) -> Leave {
+        match limits.dial_window {
+            true => self.learnt.window.leave(now),
+            false => Leave::Now,
+        }
+    }
+
+    /// How many dials may begin at once, where one may.
+    fn open(&self, limits: &Limits) -> usize {
+        match limits.dial_window {
+            true => self.room(limits).min(self.learnt.window.room()),
+            false => self.room(limits),
+        }
+    }
+
+    /// An open connection that is nobody's any more is closed.
+    fn discard(&mut self, item: T, reason: CloseReason, fx: &mut Effects<K, T, W>) {
+        self.forget_end(item.id());
+        fx.close(item, reason);
+    }
+
+    fn forget_end(&mut self, id: u64) {
+        self.ending.retain(|&ending| ending != id);
+    }
+
+    /// Somebody in line is to call then, if nobody is yet.
+    fn have_called(&mut self, at: Instant, place: Place, fx: &mut Effects<K, T, W>) {
+        let caller = self.caller;
+        if caller.is_some_and(|caller| self.undialed.contains(&caller)) {
+            return;
+        }
+        let first = self.undialed.first().copied();
+        self.caller = first;
+        if let Some(ticket) = first
+            && let Some(waiter) = self.line.get(&ticket)
+        {
+            fx.told.push(Told {
+                who: waiter.who.clone(),
+                place,
+                ticket,
+                word: Word::Call(at),
+            });
+        }
+    }
+
+    /// One more connection is in use, or somebody waits for one.
+    fn note_demand(&mut self, now: Instant) {
+        self.demand.note(self.busy + self.line.len(), now);
     }
 }
 
@@ -245,8 +335,10 @@ pub(crate) struct Plan<K, T, W> {
     idle_timeout: Option<Duration>,
     places: HashMap<K, Place>,
     /// What was learnt of origins that have no connection now, and in which order they were left.
-    learnt: HashMap<K, (u64, IdleRule)>,
-    left: u64,
+    remembered: HashMap<K, (u64, Learnt)>,
+    left: BTreeMap<u64, K>,
+    /// The next in that order, and the next dial.
+    next: u64,
     origins: Vec<Option<Origin<K, T, W>>>,
     vacant: Vec<Place>,
     /// Origins with somebody in line who has no dial although the origin's own limits would allow one, by
@@ -266,8 +358,9 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             limits,
             idle_timeout,
             places: HashMap::new(),
-            learnt: HashMap::new(),
-            left: 0,
+            remembered: HashMap::new(),
+            left: BTreeMap::new(),
+            next: 0,
             origins: Vec::new(),
             vacant: Vec::new(),
             starved: BTreeSet::new(),
@@ -285,7 +378,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         key: &K,
         need: Need,
         now: Stamp,
-        fx: &mut Effects<T, W>,
+        fx: &mut Effects<K, T, W>,
     ) -> Option<(Place, T, Stamp)> {
         let place = *self.places.get(key)?;
         let (item, since) = self.take(place, need, now, fx)?;
@@ -299,7 +392,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         key: &K,
         asks: Asks<W>,
         now: Stamp,
-        fx: &mut Effects<T, W>,
+        fx: &mut Effects<K, T, W>,
     ) -> Answer<T> {
         if self.mode == Mode::Closed {
             return Answer::Closed;
@@ -313,7 +406,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             && let Some(oldest) = origin.shelf.oldest_used()
         {
             // Too old for this one. That they are open still is worth knowing for the next.
-            origin.idle_rule.open(oldest.until(now));
+            let lesson = origin.learnt.open(oldest.until(now));
+            fx.lesson = lesson.map(|lesson| (key.clone(), lesson));
             fx.too_old = true;
         }
         let limit = self.limits.waiters_per_origin;
@@ -328,14 +422,17 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         };
         origin.line.insert(asks.ticket, waiter);
         origin.undialed.insert(asks.ticket);
-        self.settle(place, fx);
+        origin.note_demand(now.at);
+        self.settle(place, now.at, fx);
         let Some(origin) = self.origin(place) else {
             return Answer::Closed;
         };
         let is_surplus =
             origin.undialed.contains(&asks.ticket) && origin.undialed.len() > limit && !asks.again;
         if is_surplus {
-            self.cancel(place, asks.ticket, fx);
+            self.cancel(place, asks.ticket, now, fx);
+            // At most that they are to call.
+            fx.told.retain(|told| told.ticket != asks.ticket);
             return Answer::Overloaded;
         }
         Answer::InLine(place)
@@ -347,7 +444,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         &mut self,
         place: Place,
         ticket: Ticket,
-        fx: &mut Effects<T, W>,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
     ) -> Option<DialFailure> {
         let origin = self.origin(place)?;
         // They may have been served already, and the place may be another origin's by now.
@@ -357,23 +455,99 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         let failure = failure.filter(|(at, _)| *at >= waiter.since);
         let failure = failure.map(|(_, failure)| failure.clone());
         fx.gone.push(waiter.who);
-        self.settle(place, fx);
+        self.settle(place, now.at, fx);
         self.forget_if_unused(place);
         failure
     }
 
-    /// A dial has brought a connection: for its owner, else for whoever is next.
-    pub(crate) fn dialed(
+    /// The time has come at which somebody in line was to call.
+    pub(crate) fn call(&mut self, place: Place, now: Stamp, fx: &mut Effects<K, T, W>) {
+        if let Some(origin) = self.origin(place) {
+            origin.caller = None;
+            self.settle(place, now.at, fx);
+        }
+    }
+
+    /// The TCP handshake of a dial is over, which took so long.
+    pub(crate) fn connected(
         &mut self,
         place: Place,
-        ticket: Ticket,
-        item: T,
+        dial: DialId,
+        took: Duration,
         now: Stamp,
-        fx: &mut Effects<T, W>,
+        fx: &mut Effects<K, T, W>,
     ) {
+        if let Some(origin) = self.origin(place) {
+            origin.learnt.window.connected(dial, took);
+            // Perhaps it was the one that was late.
+            self.settle(place, now.at, fx);
+        }
+    }
+
+    /// The server has sent the first byte on what a dial has opened.
+    pub(crate) fn proven(
+        &mut self,
+        place: Place,
+        dial: DialId,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) {
+        if let Some(origin) = self.origin(place) {
+            origin.learnt.window.proven(dial, now.at);
+            self.settle(place, now.at, fx);
+        }
+    }
+
+    /// A dial, or the first request on what it has opened, has lost a packet.
+    pub(crate) fn dial_lost(
+        &mut self,
+        place: Place,
+        dial: DialId,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) {
+        if let Some(origin) = self.origin(place) {
+            let lesson = origin.learnt.lost(dial, now.at);
+            fx.lesson = lesson.map(|lesson| (origin.key.clone(), lesson));
+            self.settle(place, now.at, fx);
+        }
+    }
+
+    /// A dial, or what it has opened, says nothing any more of how the server accepts.
+    pub(crate) fn dial_ended(
+        &mut self,
+        place: Place,
+        dial: DialId,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) {
+        if let Some(origin) = self.origin(place) {
+            origin.learnt.window.ended(dial);
+            self.settle(place, now.at, fx);
+        }
+    }
+
+    /// A dial has brought a connection: for its owner, else for whoever is next. `is_proven` if the server has sent
+    /// something on it.
+    pub(crate) fn dialed(
+        &mut self,
+        by: Dialer,
+        item: T,
+        is_proven: bool,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) {
+        let Dialer {
+            place,
+            ticket,
+            dial,
+        } = by;
         let Some(origin) = self.origin(place) else {
             return fx.close(item, CloseReason::PoolDropped);
         };
+        if is_proven {
+            origin.learnt.window.proven(dial, now.at);
+        }
         origin.dialing -= 1;
         origin.born.push((item.id(), now.at));
         if let Some(owner) = origin.line.remove(&ticket) {
@@ -386,7 +560,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             });
             self.busy += 1;
             self.dialing -= 1;
-            return self.settle(place, fx);
+            return self.settle(place, now.at, fx);
         }
         self.dialing -= 1;
         self.offer(place, item, now, now, fx);
@@ -395,15 +569,20 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     /// A dial has failed, which is its owner's to hear from whoever dialled. Its seat is given back apart.
     pub(crate) fn dial_failed(
         &mut self,
-        place: Place,
-        ticket: Ticket,
+        by: Dialer,
         failure: Option<DialFailure>,
         now: Stamp,
-        fx: &mut Effects<T, W>,
+        fx: &mut Effects<K, T, W>,
     ) {
+        let Dialer {
+            place,
+            ticket,
+            dial,
+        } = by;
         let Some(origin) = self.origin(place) else {
             return;
         };
+        origin.learnt.window.ended(dial);
         origin.dialing -= 1;
         let owner = origin.line.remove(&ticket);
         fx.gone.extend(owner.map(|owner| owner.who));
@@ -411,7 +590,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             origin.last_failure = Some((now.at, failure));
         }
         self.dialing -= 1;
-        self.settle(place, fx);
+        self.settle(place, now.at, fx);
     }
 
     /// A busy connection can carry the next exchange; it has been idle since then. `survived` is how long it had
@@ -423,12 +602,13 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         since: Stamp,
         survived: Option<Duration>,
         now: Stamp,
-        fx: &mut Effects<T, W>,
+        fx: &mut Effects<K, T, W>,
     ) {
         if let Some(origin) = self.origin(place) {
-            if let Some(age) = survived {
-                origin.idle_rule.open(age);
-            }
+            let idle = survived.and_then(|age| origin.learnt.open(age));
+            // A connection that goes back as it was says nothing.
+            let cap = survived.and_then(|_| origin.learnt.cap(|cap| cap.kept(item.served())));
+            fx.lesson = cap.or(idle).map(|lesson| (origin.key.clone(), lesson));
             origin.busy -= 1;
             self.busy -= 1;
         }
@@ -436,15 +616,22 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     }
 
     /// A busy connection will not come back. It keeps its seat until it is closed.
-    pub(crate) fn leave(&mut self, place: Place) {
+    pub(crate) fn leave(&mut self, place: Place, id: u64) {
         if let Some(origin) = self.origin(place) {
+            origin.forget_end(id);
             origin.busy -= 1;
             self.busy -= 1;
         }
     }
 
     /// A connection is closed on both sides, or its dial has failed.
-    pub(crate) fn seat_freed(&mut self, place: Place, id: Option<u64>, fx: &mut Effects<T, W>) {
+    pub(crate) fn seat_freed(
+        &mut self,
+        place: Place,
+        id: Option<u64>,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) {
         let Some(origin) = self.origin(place) else {
             return;
         };
@@ -453,45 +640,135 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             origin.born.swap_remove(at);
         }
         self.seats -= 1;
-        self.settle(place, fx);
+        self.settle(place, now.at, fx);
         self.forget_if_unused(place);
     }
 
     /// The server has closed this very connection: takes it off the shelf, if it is idle.
-    pub(crate) fn remove(&mut self, place: Place, id: u64, now: Stamp) -> Option<T> {
+    pub(crate) fn remove(
+        &mut self,
+        place: Place,
+        id: u64,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) -> Option<T> {
         let origin = self.origin(place)?;
         let (item, since) = origin.shelf.remove(id)?;
+        origin.forget_end(id);
         // Connections that have carried nothing are closed by other clocks.
         if !item.is_unused() {
-            origin.idle_rule.closed(since.until(now));
+            let age = since.until(now);
+            let lesson = origin.learnt.idle(|idle| idle.closed(age, false));
+            fx.lesson = lesson.map(|lesson| (origin.key.clone(), lesson));
         }
         self.idle -= 1;
         Some(item)
     }
 
     /// A connection was found closed that had been idle for so long, or for less.
-    pub(crate) fn found_closed(&mut self, place: Place, age: Duration) {
-        if let Some(origin) = self.origin(place) {
-            origin.idle_rule.closed(age);
-        }
+    pub(crate) fn found_closed(&mut self, place: Place, age: Duration, fx: &mut Effects<K, T, W>) {
+        self.learn(place, fx, |learnt| {
+            learnt.idle(|idle| idle.closed(age, true))
+        });
     }
 
     /// The server announces its idle timeout.
-    pub(crate) fn announced(&mut self, place: Place, timeout: Duration) {
-        if let Some(origin) = self.origin(place) {
-            origin.idle_rule.announce(timeout);
+    pub(crate) fn announced_idle(
+        &mut self,
+        place: Place,
+        timeout: Duration,
+        fx: &mut Effects<K, T, W>,
+    ) {
+        self.learn(place, fx, |learnt| {
+            learnt.idle(|idle| idle.announce(timeout))
+        });
+    }
+
+    /// The server announces how many requests a connection carries.
+    pub(crate) fn announced_cap(&mut self, place: Place, cap: u32, fx: &mut Effects<K, T, W>) {
+        self.learn(place, fx, |learnt| learnt.cap(|rule| rule.announce(cap)));
+    }
+
+    /// A busy connection will be closed after this exchange, its `count`th: the response says so. `by_habit` if it
+    /// may be because of the count.
+    pub(crate) fn said_close(
+        &mut self,
+        place: Place,
+        id: u64,
+        count: u32,
+        by_habit: bool,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) {
+        if by_habit {
+            self.learn(place, fx, |learnt| learnt.cap(|cap| cap.closed(count)));
+        }
+        // A server that closes after the first keeps none, and one that waits may be in its way.
+        if count > 1 {
+            self.near_end(place, id, now.at, fx);
         }
     }
 
+    fn learn(
+        &mut self,
+        place: Place,
+        fx: &mut Effects<K, T, W>,
+        event: impl FnOnce(&mut Learnt) -> Option<Lesson>,
+    ) {
+        if let Some(origin) = self.origin(place) {
+            let lesson = event(&mut origin.learnt);
+            fx.lesson = lesson.map(|lesson| (origin.key.clone(), lesson));
+        }
+    }
+
+    /// A connection in use is near its end. While there is demand, another one is opened in its place.
+    fn near_end(&mut self, place: Place, id: u64, now: Instant, fx: &mut Effects<K, T, W>) {
+        let (limits, seats) = (self.limits, self.seats);
+        let is_open = self.mode == Mode::Open && limits.allow_reuse();
+        let Some(origin) = self.origin(place) else {
+            return;
+        };
+        if !origin.ending.contains(&id) {
+            origin.ending.push(id);
+        }
+        let gauges = origin.gauges();
+        let usable = gauges.idle + gauges.busy + gauges.dialing;
+        let usable = usable.saturating_sub(origin.ending.len());
+        // Who is in line dials for themselves.
+        let may_dial = origin.undialed.is_empty()
+            && origin.room(&limits) > 0
+            && seats < limits.connections
+            && gauges.idle < limits.idle_per_origin
+            && origin.leave(&limits, now) == Leave::Now;
+        if is_open && may_dial && origin.demand.exceeds(usable, now) {
+            let dial = self.begin_dial(place, now);
+            fx.spare = Some((place, dial));
+        }
+    }
+
+    /// Takes a seat for a dial.
+    fn begin_dial(&mut self, place: Place, now: Instant) -> DialId {
+        self.next += 1;
+        let dial = self.next;
+        if let Some(origin) = self.origin(place) {
+            origin.seats += 1;
+            origin.dialing += 1;
+            origin.learnt.window.began(dial, now);
+            self.seats += 1;
+            self.dialing += 1;
+        }
+        dial
+    }
+
     /// What was learnt of an origin.
-    pub(crate) fn learnt(&self, key: &K) -> Option<&IdleRule> {
+    pub(crate) fn learnt(&self, key: &K) -> Option<&Learnt> {
         let now_used = self
             .places
             .get(key)
             .and_then(|&place| self.origins[place].as_ref());
         match now_used {
-            Some(origin) => Some(&origin.idle_rule),
-            None => self.learnt.get(key).map(|(_, rule)| rule),
+            Some(origin) => Some(&origin.learnt),
+            None => self.remembered.get(key).map(|(_, learnt)| learnt),
         }
     }
 
@@ -502,25 +779,29 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         };
         let expiry = origin.shelf.expire(id, now);
         if matches!(expiry, Expiry::Due(..)) {
+            origin.forget_end(id);
             self.idle -= 1;
         }
         expiry
     }
 
     /// Closes the idle connections of an origin that have come to their end.
-    pub(crate) fn sweep(&mut self, key: &K, now: Stamp, fx: &mut Effects<T, W>) {
+    pub(crate) fn sweep(&mut self, key: &K, now: Stamp, fx: &mut Effects<K, T, W>) {
         let Some(&place) = self.places.get(key) else {
             return;
         };
         if let Some(origin) = self.origin(place) {
             let swept = origin.shelf.sweep(now);
-            self.idle -= swept.len();
-            fx.closed.extend(swept);
+            let count = swept.len();
+            for (item, reason) in swept {
+                origin.discard(item, reason, fx);
+            }
+            self.idle -= count;
         }
     }
 
     /// Begins the end: nobody waits any more, nothing idle stays, and what comes back is closed.
-    pub(crate) fn close(&mut self, fx: &mut Effects<T, W>) {
+    pub(crate) fn close(&mut self, fx: &mut Effects<K, T, W>) {
         self.mode = Mode::Closed;
         self.starved.clear();
         for place in 0..self.origins.len() {
@@ -528,6 +809,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 continue;
             };
             origin.undialed.clear();
+            origin.ending.clear();
             origin.starved_as = None;
             for (ticket, waiter) in std::mem::take(&mut origin.line) {
                 fx.told.push(Told {
@@ -547,11 +829,12 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     }
 
     /// All handles are gone: idle connections close, and nothing is kept from now on.
-    pub(crate) fn retire(&mut self, fx: &mut Effects<T, W>) {
+    pub(crate) fn retire(&mut self, fx: &mut Effects<K, T, W>) {
         if self.mode == Mode::Open {
             self.mode = Mode::Retired;
         }
         for origin in self.origins.iter_mut().flatten() {
+            origin.ending.clear();
             let idle = origin.shelf.clear();
             self.idle -= idle.len();
             let idle = idle.into_iter();
@@ -590,8 +873,11 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if let Some(&place) = self.places.get(key) {
             return place;
         }
-        let remembered = self.learnt.remove(key);
-        let idle_rule = remembered.map(|(_, rule)| rule).unwrap_or_default();
+        let remembered = self.remembered.remove(key);
+        let learnt = remembered.map(|(left, learnt)| {
+            self.left.remove(&left);
+            learnt
+        });
         let place = self.vacant.pop().unwrap_or_else(|| {
             self.origins.push(None);
             self.origins.len() - 1
@@ -607,7 +893,10 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             starved_as: None,
             born: Vec::new(),
             last_failure: None,
-            idle_rule,
+            learnt: learnt.unwrap_or_default(),
+            demand: Demand::default(),
+            ending: Vec::new(),
+            caller: None,
         });
         self.places.insert(key.clone(), place);
         place
@@ -621,21 +910,22 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return;
         }
         let key = origin.key.clone();
-        let rule = std::mem::take(&mut origin.idle_rule);
+        let mut learnt = std::mem::take(&mut origin.learnt);
         self.places.remove(&key);
         self.origins[place] = None;
         self.vacant.push(place);
-        if rule.is_blank() {
+        if learnt.is_blank() {
             return;
         }
-        if self.learnt.len() >= LEARNT {
-            let longest_ago = self.learnt.iter().min_by_key(|(_, (left, _))| *left);
-            if let Some(key) = longest_ago.map(|(key, _)| key.clone()) {
-                self.learnt.remove(&key);
-            }
+        learnt.window.clear();
+        if self.remembered.len() >= REMEMBERED
+            && let Some((_, longest_ago)) = self.left.pop_first()
+        {
+            self.remembered.remove(&longest_ago);
         }
-        self.left += 1;
-        self.learnt.insert(key, (self.left, rule));
+        self.next += 1;
+        self.left.insert(self.next, key.clone());
+        self.remembered.insert(key, (self.next, learnt));
     }
 
     /// The newest idle connection that will do and whose time is not over; what is found over closes.
@@ -644,14 +934,14 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         place: Place,
         need: Need,
         now: Stamp,
-        fx: &mut Effects<T, W>,
+        fx: &mut Effects<K, T, W>,
     ) -> Option<(T, Stamp)> {
         if need == Need::Fresh {
             return None;
         }
         loop {
             let origin = self.origin(place)?;
-            let rule = &origin.idle_rule;
+            let rule = &origin.learnt.idle;
             let is_beyond = |item: &T, since: Stamp| {
                 let limit = rule.limit().filter(|_| !item.is_unused());
                 limit.is_some_and(|limit| since.until(now) >= limit)
@@ -664,30 +954,50 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 taken.over.get_or_insert(CloseReason::IdleTimeout);
             }
             if let Some(reason) = taken.over {
+                origin.discard(taken.item, reason, fx);
                 self.idle -= 1;
-                fx.close(taken.item, reason);
                 continue;
             }
             origin.busy += 1;
+            origin.note_demand(now.at);
+            let count = taken.item.served().saturating_add(1);
+            let caps = origin.learnt.cap.cap().into_iter().chain(taken.item.most());
+            let is_near_end = caps.min().is_some_and(|cap| is_near(count, cap));
             self.idle -= 1;
             self.busy += 1;
+            if is_near_end {
+                self.near_end(place, taken.item.id(), now.at, fx);
+            }
             return Some((taken.item, taken.since));
         }
     }
 
     /// A connection that nobody holds goes to whoever is next, to the shelf, or to its end.
-    fn offer(&mut self, place: Place, item: T, since: Stamp, now: Stamp, fx: &mut Effects<T, W>) {
+    fn offer(
+        &mut self,
+        place: Place,
+        item: T,
+        since: Stamp,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+    ) {
         let end = match self.mode {
             Mode::Closed => Some(CloseReason::PoolClosed),
             _ if !item.is_unused() && !self.limits.allow_reuse() => Some(CloseReason::IdleLimit),
             _ => item.over(now),
         };
+        let end = match end {
+            None if self.must_yield(place, now.at) => Some(CloseReason::MadeRoom),
+            end => end,
+        };
         match end {
-            Some(reason) => fx.close(item, reason),
-            None if self.must_yield(place, now.at) => fx.close(item, CloseReason::MadeRoom),
             None => self.hand_over(place, item, since, now, fx),
+            Some(reason) => match self.origin(place) {
+                Some(origin) => origin.discard(item, reason, fx),
+                None => fx.close(item, reason),
+            },
         }
-        self.settle(place, fx);
+        self.settle(place, now.at, fx);
     }
 
     fn hand_over(
@@ -696,7 +1006,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         item: T,
         since: Stamp,
         now: Stamp,
-        fx: &mut Effects<T, W>,
+        fx: &mut Effects<K, T, W>,
     ) {
         let is_retired = self.mode == Mode::Retired;
         let Some(origin) = self.origin(place) else {
@@ -704,13 +1014,13 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         };
         let mut next = None;
         for (&ticket, waiter) in &origin.line {
-            if waiter.need.is_met(&item, since, now, &origin.idle_rule) {
+            if waiter.need.is_met(&item, since, now, &origin.learnt.idle) {
                 next = Some(ticket);
                 break;
             }
             if !waiter.dials {
                 // First in line, and needs the seat for a connection of its own.
-                return fx.close(item, CloseReason::MadeRoom);
+                return origin.discard(item, CloseReason::MadeRoom, fx);
             }
         }
         let served = next.and_then(|ticket| Some((ticket, origin.line.remove(&ticket)?)));
@@ -727,10 +1037,10 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return;
         }
         if is_retired {
-            return fx.close(item, CloseReason::PoolDropped);
+            return origin.discard(item, CloseReason::PoolDropped, fx);
         }
         if let Some(surplus) = origin.shelf.put(item, since) {
-            return fx.close(surplus, CloseReason::IdleLimit);
+            return origin.discard(surplus, CloseReason::IdleLimit, fx);
         }
         self.idle += 1;
         if self.idle > self.limits.idle {
@@ -767,12 +1077,17 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     }
 
     /// Brings the line of this origin up to date, and lets dial whoever may.
-    fn settle(&mut self, place: Place, fx: &mut Effects<T, W>) {
-        self.refresh(place, fx);
+    fn settle(&mut self, place: Place, now: Instant, fx: &mut Effects<K, T, W>) {
+        self.refresh(place, now, fx);
         while let Some(&(ticket, place)) = self.starved.first() {
             if self.seats >= self.limits.connections {
                 self.make_room(fx);
                 return;
+            }
+            // Time may have gone by since the other origin was looked at.
+            self.refresh(place, now, fx);
+            if self.starved.first() != Some(&(ticket, place)) {
+                continue;
             }
             let Some(origin) = self.origin(place) else {
                 self.starved.pop_first();
@@ -782,23 +1097,20 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             if let Some(waiter) = origin.line.get_mut(&ticket) {
                 waiter.dials = true;
                 let who = waiter.who.clone();
-                origin.seats += 1;
-                origin.dialing += 1;
-                self.seats += 1;
-                self.dialing += 1;
+                let word = Word::Dial(self.begin_dial(place, now));
                 fx.told.push(Told {
                     who,
                     place,
                     ticket,
-                    word: Word::Dial,
+                    word,
                 });
             }
-            self.refresh(place, fx);
+            self.refresh(place, now, fx);
         }
     }
 
     /// Notes whether somebody in line at this origin could dial if only there were a seat.
-    fn refresh(&mut self, place: Place, fx: &mut Effects<T, W>) {
+    fn refresh(&mut self, place: Place, now: Instant, fx: &mut Effects<K, T, W>) {
         let limits = self.limits;
         let Some(origin) = self.origins.get_mut(place).and_then(Option::as_mut) else {
             return;
@@ -810,8 +1122,14 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return;
         };
         if origin.room(&limits) > 0 {
-            origin.starved_as = Some(ticket);
-            self.starved.insert((ticket, place));
+            match origin.leave(&limits, now) {
+                Leave::Now => {
+                    origin.starved_as = Some(ticket);
+                    self.starved.insert((ticket, place));
+                }
+                Leave::At(at) => origin.have_called(at, place, fx),
+                Leave::Later => {}
+            }
             return;
         }
         // Only those wait beside idle connections for whom these are too old: one of them makes room.
@@ -821,19 +1139,19 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             && gauges.closing == 0
             && let Some(item) = origin.shelf.take_oldest()
         {
+            origin.discard(item, CloseReason::MadeRoom, fx);
             self.idle -= 1;
-            fx.close(item, CloseReason::MadeRoom);
         }
     }
 
     /// All seats are taken: closes as many of the longest idle connections as there are dials that wait for a
     /// seat and none that is on its way.
-    fn make_room(&mut self, fx: &mut Effects<T, W>) {
+    fn make_room(&mut self, fx: &mut Effects<K, T, W>) {
         let origins = &self.origins;
         let wanted = self.starved.iter().map(|(_, place)| {
             let origin = origins.get(*place).and_then(Option::as_ref);
             origin.map_or(0, |origin| {
-                origin.undialed.len().min(origin.room(&self.limits))
+                origin.undialed.len().min(origin.open(&self.limits))
             })
         });
         let wanted: usize = wanted.sum();
@@ -841,16 +1159,19 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     }
 
     /// Closes the connection that has been idle longest, whatever its origin. `false` if none is idle.
-    fn evict_oldest(&mut self, reason: CloseReason, fx: &mut Effects<T, W>) -> bool {
+    fn evict_oldest(&mut self, reason: CloseReason, fx: &mut Effects<K, T, W>) -> bool {
         let origins = self.origins.iter_mut().flatten();
         let oldest = origins
             .filter(|origin| origin.shelf.len() > 0)
             .min_by_key(|origin| origin.shelf.oldest());
-        let Some(item) = oldest.and_then(|origin| origin.shelf.take_oldest()) else {
+        let Some(origin) = oldest else {
             return false;
         };
+        let Some(item) = origin.shelf.take_oldest() else {
+            return false;
+        };
+        origin.discard(item, reason, fx);
         self.idle -= 1;
-        fx.close(item, reason);
         true
     }
 }

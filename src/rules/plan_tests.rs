@@ -9,7 +9,7 @@ use crate::clock::stamp;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Thing {
     id: u64,
-    used: bool,
+    served: u32,
     ends: Option<Instant>,
 }
 
@@ -27,8 +27,12 @@ impl Item for Thing {
         self.ends
     }
 
-    fn is_unused(&self) -> bool {
-        !self.used
+    fn served(&self) -> u32 {
+        self.served
+    }
+
+    fn most(&self) -> Option<u32> {
+        None
     }
 }
 
@@ -46,8 +50,7 @@ enum State {
 struct Connection {
     origin: u8,
     thing: Thing,
-    /// Of the dial.
-    ticket: Ticket,
+    by: Dialer,
     place: Place,
     state: State,
     since: Stamp,
@@ -68,8 +71,15 @@ enum Event {
         origin: u8,
         need: Need,
     },
-    DialDone(usize),
+    /// The server has sent something by then, or has not.
+    DialDone(usize, bool),
     DialFailed(usize),
+    Connected(usize),
+    FirstByte(usize),
+    /// A dial, or what it has opened, has lost a packet.
+    Lost(usize),
+    /// The response says close.
+    SaidClose(usize),
     /// The response has ended and the connection can be used again.
     End(usize),
     /// A lease is released although nothing was sent.
@@ -83,6 +93,7 @@ enum Event {
     /// An idle connection's own timer fires.
     Timer(usize),
     Cancel(usize),
+    /// Milliseconds.
     Tick(u64),
     Sweep(u8),
     Close,
@@ -92,11 +103,19 @@ fn need() -> impl Strategy<Value = Need> {
     prop_oneof![5 => Just(Need::Any), 3 => Just(Need::Young), 2 => Just(Need::Fresh)]
 }
 
+fn any_bool() -> impl Strategy<Value = bool> {
+    prop_oneof![Just(true), Just(false)]
+}
+
 fn event() -> impl Strategy<Value = Event> {
     let any = 0usize..64;
     prop_oneof![
         12 => (0u8..4, need()).prop_map(|(origin, need)| Event::Ask { origin, need }),
-        8 => any.clone().prop_map(Event::DialDone),
+        8 => (any.clone(), any_bool()).prop_map(|(at, proven)| Event::DialDone(at, proven)),
+        2 => any.clone().prop_map(Event::Connected),
+        3 => any.clone().prop_map(Event::FirstByte),
+        1 => any.clone().prop_map(Event::Lost),
+        2 => any.clone().prop_map(Event::SaidClose),
         2 => any.clone().prop_map(Event::DialFailed),
         8 => any.clone().prop_map(Event::End),
         2 => any.clone().prop_map(Event::Release),
@@ -105,7 +124,8 @@ fn event() -> impl Strategy<Value = Event> {
         1 => any.clone().prop_map(Event::Ended),
         1 => any.clone().prop_map(Event::Timer),
         3 => any.prop_map(Event::Cancel),
-        2 => (0u64..20).prop_map(Event::Tick),
+        2 => (0u64..20_000).prop_map(Event::Tick),
+        2 => (0u64..4).prop_map(Event::Tick),
         1 => (0u8..4).prop_map(Event::Sweep),
     ]
 }
@@ -122,6 +142,10 @@ struct Model {
     closed: bool,
     /// The connection that an event gives back at this moment.
     in_hand: Option<u64>,
+    /// Dials whose connections are open and on which the server has sent nothing.
+    unproven: Vec<Dialer>,
+    /// Who in line was told to call, and when.
+    calls: Vec<(Ticket, Place, Instant)>,
 }
 
 impl Model {
@@ -137,6 +161,8 @@ impl Model {
             lifetime,
             closed: false,
             in_hand: None,
+            unproven: Vec::new(),
+            calls: Vec::new(),
         }
     }
 
@@ -159,7 +185,7 @@ impl Model {
         let mut fx = Effects::none();
         match event {
             Event::Ask { origin, need } => self.ask(origin, need, &mut fx),
-            Event::DialDone(at) => {
+            Event::DialDone(at, is_proven) => {
                 let Some(at) = self.pick(State::Dialing, at) else {
                     return;
                 };
@@ -168,25 +194,54 @@ impl Model {
                 let connection = &mut self.connections[at];
                 connection.thing.ends = ends;
                 connection.since = now;
-                let Connection {
-                    thing,
-                    place,
-                    ticket,
-                    ..
-                } = *connection;
+                let Connection { thing, by, .. } = *connection;
+                if !is_proven {
+                    self.unproven.push(by);
+                }
                 self.in_hand = Some(thing.id);
-                self.plan.dialed(place, ticket, thing, now, &mut fx);
+                self.plan.dialed(by, thing, is_proven, now, &mut fx);
             }
             Event::DialFailed(at) => {
                 let Some(at) = self.pick(State::Dialing, at) else {
                     return;
                 };
-                let Connection { place, ticket, .. } = self.connections[at];
+                let Connection { by, .. } = self.connections[at];
                 // Its own request hears of it, and no other.
-                self.line.retain(|waiting| waiting.ticket != ticket);
+                self.line.retain(|waiting| waiting.ticket != by.ticket);
                 self.connections[at].state = State::Closing;
+                self.plan.dial_failed(by, None, self.now, &mut fx);
+            }
+            Event::Connected(at) => {
+                if let Some(at) = self.pick(State::Dialing, at) {
+                    let Dialer { place, dial, .. } = self.connections[at].by;
+                    let took = Duration::from_millis(1);
+                    self.plan.connected(place, dial, took, self.now, &mut fx);
+                }
+            }
+            Event::FirstByte(at) => {
+                if !self.unproven.is_empty() {
+                    let at = at % self.unproven.len();
+                    let Dialer { place, dial, .. } = self.unproven.swap_remove(at);
+                    self.plan.proven(place, dial, self.now, &mut fx);
+                }
+            }
+            Event::Lost(at) => {
+                let dialing = self.pick(State::Dialing, at);
+                let by = dialing.map(|at| self.connections[at].by);
+                let by = by
+                    .or_else(|| (!self.unproven.is_empty()).then(|| self.unproven.swap_remove(0)));
+                if let Some(Dialer { place, dial, .. }) = by {
+                    self.plan.dial_lost(place, dial, self.now, &mut fx);
+                }
+            }
+            Event::SaidClose(at) => {
+                let Some(at) = self.pick(State::Busy, at) else {
+                    return;
+                };
+                let Connection { place, thing, .. } = self.connections[at];
+                let count = thing.served + 1;
                 self.plan
-                    .dial_failed(place, ticket, None, self.now, &mut fx);
+                    .said_close(place, thing.id, count, true, self.now, &mut fx);
             }
             Event::End(at) | Event::Release(at) => {
                 let Some(at) = self.pick(State::Busy, at) else {
@@ -194,7 +249,7 @@ impl Model {
                 };
                 let connection = &mut self.connections[at];
                 if matches!(event, Event::End(_)) {
-                    connection.thing.used = true;
+                    connection.thing.served += 1;
                     connection.since = self.now;
                 }
                 let Connection {
@@ -213,22 +268,24 @@ impl Model {
                     return;
                 };
                 self.connections[at].state = State::Closing;
-                self.plan.leave(self.connections[at].place);
+                let Connection { place, thing, .. } = self.connections[at];
+                self.plan.leave(place, thing.id);
             }
             Event::Gone(at) => {
                 let Some(at) = self.pick(State::Closing, at) else {
                     return;
                 };
                 let gone = self.connections.remove(at);
-                self.plan
-                    .seat_freed(gone.place, Some(gone.thing.id), &mut fx);
+                let id = Some(gone.thing.id);
+                self.plan.seat_freed(gone.place, id, self.now, &mut fx);
             }
             Event::Ended(at) => {
                 let Some(at) = self.pick(State::Idle, at) else {
                     return;
                 };
                 let Connection { place, thing, .. } = self.connections[at];
-                assert_eq!(self.plan.remove(place, thing.id, self.now), Some(thing));
+                let removed = self.plan.remove(place, thing.id, self.now, &mut fx);
+                assert_eq!(removed, Some(thing));
                 self.connections[at].state = State::Closing;
             }
             Event::Timer(at) => {
@@ -256,10 +313,10 @@ impl Model {
                 let at = at % self.line.len();
                 let waiting = self.line.remove(at);
                 let place = self.plan.places[&waiting.origin];
-                self.plan.cancel(place, waiting.ticket, &mut fx);
+                self.plan.cancel(place, waiting.ticket, self.now, &mut fx);
             }
-            Event::Tick(seconds) => {
-                let time = Duration::from_secs(seconds);
+            Event::Tick(ms) => {
+                let time = Duration::from_millis(ms);
                 self.now = Stamp {
                     at: self.now.at + time,
                     wall: self.now.wall + time,
@@ -276,10 +333,31 @@ impl Model {
             // Neither given to anybody nor closed. Were it lost, the gauges would not agree.
             self.by_id(id).state = State::Idle;
         }
+        self.call_if_due();
         self.check();
     }
 
-    fn ask(&mut self, origin: u8, need: Need, fx: &mut Effects<Thing, Ticket>) {
+    /// Those in line who were told to call do so when it is time.
+    fn call_if_due(&mut self) {
+        loop {
+            let is_in_line =
+                |ticket: Ticket| self.line.iter().any(|waiting| waiting.ticket == ticket);
+            self.calls = std::mem::take(&mut self.calls)
+                .into_iter()
+                .filter(|(ticket, ..)| is_in_line(*ticket))
+                .collect();
+            let due = self.calls.iter().position(|(.., at)| *at <= self.now.at);
+            let Some(due) = due else {
+                return;
+            };
+            let (_, place, _) = self.calls.swap_remove(due);
+            let mut fx = Effects::none();
+            self.plan.call(place, self.now, &mut fx);
+            self.carry_out(fx);
+        }
+    }
+
+    fn ask(&mut self, origin: u8, need: Need, fx: &mut Effects<u8, Thing, Ticket>) {
         let trusted = self.trusted(origin);
         let ticket = self.next_ticket;
         self.next_ticket += 1;
@@ -299,7 +377,12 @@ impl Model {
         match self.plan.ask(&origin, asks, self.now, fx) {
             Answer::Reuse(place, thing, since) => {
                 assert!(need != Need::Fresh && !self.closed);
-                let is_young = since.until(self.now) < trusted || !thing.used;
+                let trusted = if thing.is_unused() {
+                    UNUSED_TRUSTED
+                } else {
+                    trusted
+                };
+                let is_young = since.until(self.now) < trusted;
                 assert!(need != Need::Young || is_young, "too old");
                 let now = self.now;
                 let idle = self.connections.iter().filter(|connection| {
@@ -326,7 +409,24 @@ impl Model {
     }
 
     /// Does what a pool does with the effects, and checks that each of them is allowed.
-    fn carry_out(&mut self, fx: Effects<Thing, Ticket>) {
+    fn carry_out(&mut self, fx: Effects<u8, Thing, Ticket>) {
+        if let Some((place, dial)) = fx.spare {
+            assert!(!self.closed);
+            let origin = self.plan.origin(place).expect("one in use").key;
+            let waits = |waiting: &Waiting| waiting.origin == origin && !waiting.dials;
+            assert!(
+                !self.line.iter().any(waits),
+                "dials ahead while somebody waits"
+            );
+            self.begin_dial(
+                origin,
+                Dialer {
+                    place,
+                    ticket: NOBODY,
+                    dial,
+                },
+            );
+        }
         for (thing, _) in fx.closed {
             let in_hand = self.in_hand.take_if(|id| *id == thing.id).is_some();
             let connection = self.by_id(thing.id);
@@ -352,7 +452,7 @@ impl Model {
             match word {
                 Word::Connection(thing, since) => {
                     let reuse = self.limits.idle > 0 && self.limits.idle_per_origin > 0;
-                    assert!(reuse || !thing.used, "reused although that is off");
+                    assert!(reuse || thing.is_unused(), "reused although that is off");
                     let waiting = self.line.remove(at);
                     let in_hand = self.in_hand.take();
                     assert_eq!(in_hand, Some(thing.id), "a connection out of nowhere");
@@ -367,10 +467,10 @@ impl Model {
                     assert!(self.will_do(&waiting, &thing, since), "will not do");
                     let connection = self.by_id(thing.id);
                     assert_eq!(connection.origin, waiting.origin);
-                    assert!(!is_own || connection.ticket == ticket);
+                    assert!(!is_own || connection.by.ticket == ticket);
                     connection.state = State::Busy;
                 }
-                Word::Dial => {
+                Word::Dial(dial) => {
                     let waiting = self.line[at];
                     assert!(!waiting.dials, "a second dial for one request");
                     let is_passed_over = self.line.iter().any(|other| {
@@ -378,21 +478,14 @@ impl Model {
                     });
                     assert!(!is_passed_over, "dials out of turn");
                     self.line[at].dials = true;
-                    let thing = Thing {
-                        id: self.next_id,
-                        used: false,
-                        ends: None,
-                    };
-                    self.next_id += 1;
-                    self.connections.push(Connection {
-                        origin: waiting.origin,
-                        thing,
-                        ticket,
+                    let by = Dialer {
                         place,
-                        state: State::Dialing,
-                        since: self.now,
-                    });
+                        ticket,
+                        dial,
+                    };
+                    self.begin_dial(waiting.origin, by);
                 }
+                Word::Call(at) => self.calls.push((ticket, place, at)),
                 Word::Closed => {
                     assert!(self.closed);
                     self.line.remove(at);
@@ -401,18 +494,37 @@ impl Model {
         }
     }
 
+    fn begin_dial(&mut self, origin: u8, by: Dialer) {
+        let thing = Thing {
+            id: self.next_id,
+            served: 0,
+            ends: None,
+        };
+        self.next_id += 1;
+        self.connections.push(Connection {
+            origin,
+            thing,
+            by,
+            place: by.place,
+            state: State::Dialing,
+            since: self.now,
+        });
+    }
+
     fn trusted(&self, origin: u8) -> Duration {
-        let rule = self.plan.learnt(&origin).cloned();
-        rule.unwrap_or_default().trusted()
+        let learnt = self.plan.learnt(&origin).cloned();
+        learnt.unwrap_or_default().idle.trusted()
     }
 
     fn will_do(&self, waiting: &Waiting, thing: &Thing, since: Option<Stamp>) -> bool {
-        let is_young =
-            since.is_none_or(|since| since.until(self.now) < self.trusted(waiting.origin));
+        let trusted = match thing.is_unused() {
+            true => UNUSED_TRUSTED,
+            false => self.trusted(waiting.origin),
+        };
         match waiting.need {
             Need::Any => true,
-            Need::Young => !thing.used || is_young,
-            Need::Fresh => !thing.used,
+            Need::Young => since.is_none_or(|since| since.until(self.now) < trusted),
+            Need::Fresh => thing.is_unused(),
         }
     }
 
@@ -467,9 +579,20 @@ impl Model {
             let has_room =
                 seats < limits.connections_per_origin && gauges.dialing < limits.dials_per_origin;
             let is_full = self.connections.len() >= limits.connections;
+            let window = self.plan.learnt(&origin).map(|learnt| &learnt.window);
+            let leave = window.map_or(Leave::Now, |window| window.leave(self.now.at));
             assert!(
-                undialed.is_empty() || !has_room || is_full,
+                undialed.is_empty() || !has_room || is_full || leave != Leave::Now,
                 "waits although it could dial"
+            );
+            let is_called = undialed.iter().any(|waiting| {
+                self.calls
+                    .iter()
+                    .any(|(ticket, ..)| *ticket == waiting.ticket)
+            });
+            assert!(
+                undialed.is_empty() || !has_room || !matches!(leave, Leave::At(_)) || is_called,
+                "nobody will ask again when it is time"
             );
             // At a limit, what is idle goes, or is on its way already.
             let blocked_here = !undialed.is_empty() && seats >= limits.connections_per_origin;
@@ -480,7 +603,11 @@ impl Model {
             if has_room {
                 let room = limits.connections_per_origin - seats;
                 let room = room.min(limits.dials_per_origin - gauges.dialing);
-                wanted += room.min(undialed.len());
+                let open = match (leave, window) {
+                    (Leave::Now, Some(window)) => window.room(),
+                    _ => 0,
+                };
+                wanted += room.min(undialed.len()).min(open);
             }
         }
         assert!(
@@ -499,7 +626,9 @@ impl Model {
     fn run_out(&mut self) {
         for _ in 0..10_000 {
             if let Some(at) = self.pick(State::Dialing, 0) {
-                self.step(Event::DialDone(at));
+                self.step(Event::DialDone(at, true));
+            } else if !self.unproven.is_empty() {
+                self.step(Event::FirstByte(0));
             } else if self.pick(State::Busy, 0).is_some() {
                 self.step(Event::End(0));
             } else if self.pick(State::Closing, 0).is_some() {
@@ -514,11 +643,11 @@ impl Model {
 
 fn limits() -> impl Strategy<Value = Limits> {
     (
-        1usize..6,
-        1usize..5,
-        0usize..5,
-        0usize..4,
-        1usize..5,
+        1usize..12,
+        1usize..10,
+        0usize..9,
+        0usize..6,
+        1usize..10,
         0usize..6,
     )
         .prop_map(
@@ -529,6 +658,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 idle_per_origin,
                 dials_per_origin: dials,
                 waiters_per_origin: if waiters == 5 { usize::MAX } else { waiters },
+                dial_window: true,
             },
         )
 }
@@ -565,6 +695,7 @@ const ONE: Limits = Limits {
     idle_per_origin: 1,
     dials_per_origin: 1,
     waiters_per_origin: usize::MAX,
+    dial_window: true,
 };
 
 fn model(limits: Limits) -> Model {
@@ -582,7 +713,13 @@ fn ask(origin: u8) -> Event {
 #[test]
 fn a_connection_that_comes_back_belongs_to_the_first_in_line_at_once() {
     let mut model = model(ONE);
-    for event in [ask(0), Event::DialDone(0), ask(0), Event::End(0), ask(0)] {
+    for event in [
+        ask(0),
+        Event::DialDone(0, true),
+        ask(0),
+        Event::End(0),
+        ask(0),
+    ] {
         model.step(event);
     }
     assert_eq!(model.count(None, State::Busy), 1);
@@ -597,7 +734,7 @@ fn where_reuse_is_off_a_used_connection_goes_to_nobody_in_line() {
         idle_per_origin: 0,
         ..ONE
     });
-    for event in [ask(0), Event::DialDone(0), ask(0), Event::End(0)] {
+    for event in [ask(0), Event::DialDone(0, true), ask(0), Event::End(0)] {
         model.step(event);
     }
     assert_eq!(model.count(None, State::Closing), 1);
@@ -631,12 +768,12 @@ fn a_dial_whose_owner_was_served_otherwise_is_kept() {
         ..ONE
     };
     let mut model = model(two);
-    for event in [ask(0), Event::DialDone(0), ask(0), Event::End(0)] {
+    for event in [ask(0), Event::DialDone(0, true), ask(0), Event::End(0)] {
         model.step(event);
     }
     assert_eq!(model.count(None, State::Busy), 1);
     assert_eq!(model.count(None, State::Dialing), 1);
-    model.step(Event::DialDone(0));
+    model.step(Event::DialDone(0, true));
     assert_eq!(model.count(None, State::Idle), 1);
 }
 
@@ -651,9 +788,9 @@ fn at_the_limit_of_all_the_longest_idle_connection_of_any_origin_makes_room() {
     for origin in [0, 1] {
         for event in [
             ask(origin),
-            Event::DialDone(0),
+            Event::DialDone(0, true),
             Event::End(0),
-            Event::Tick(1),
+            Event::Tick(1_000),
         ] {
             model.step(event);
         }
@@ -668,7 +805,13 @@ fn at_the_limit_of_all_the_longest_idle_connection_of_any_origin_makes_room() {
 #[test]
 fn an_origin_without_any_connection_gets_the_next_one_that_an_earlier_line_leaves() {
     let mut model = model(ONE);
-    for event in [ask(0), Event::DialDone(0), ask(1), ask(0), Event::End(0)] {
+    for event in [
+        ask(0),
+        Event::DialDone(0, true),
+        ask(1),
+        ask(0),
+        Event::End(0),
+    ] {
         model.step(event);
     }
     assert_eq!(model.count(Some(0), State::Closing), 1);
@@ -687,12 +830,12 @@ fn an_origin_with_connections_of_its_own_is_given_anothers_only_after_a_while() 
         let mut model = model(two);
         for event in [
             ask(0),
-            Event::DialDone(0),
+            Event::DialDone(0, true),
             ask(1),
-            Event::DialDone(0),
+            Event::DialDone(0, true),
             ask(1),
             ask(0),
-            Event::Tick(wait),
+            Event::Tick(1_000 * wait),
         ] {
             model.step(event);
         }
@@ -724,9 +867,9 @@ fn a_regular_pause_is_trusted_after_two_dials() {
     };
     for pause in [5, 5, 6, 7, 8, 9] {
         model.step(unkeyed);
-        model.step(Event::DialDone(0));
+        model.step(Event::DialDone(0, true));
         model.step(Event::End(0));
-        model.step(Event::Tick(pause));
+        model.step(Event::Tick(1_000 * pause));
     }
     assert_eq!(model.connections.len(), 3);
 }

@@ -25,8 +25,16 @@ pub(crate) trait Item {
     /// When it will be over by itself.
     fn ends(&self) -> Option<Instant>;
 
+    /// How many requests it has carried.
+    fn served(&self) -> u32;
+
+    /// How many it may carry, where the caller says so.
+    fn most(&self) -> Option<u32>;
+
     /// Whether it has never carried anything.
-    fn is_unused(&self) -> bool;
+    fn is_unused(&self) -> bool {
+        self.served() == 0
+    }
 }
 
 #[derive(Debug)]
@@ -209,8 +217,12 @@ mod tests {
             self.1
         }
 
-        fn is_unused(&self) -> bool {
-            false
+        fn served(&self) -> u32 {
+            1
+        }
+
+        fn most(&self) -> Option<u32> {
+            None
         }
     }
 

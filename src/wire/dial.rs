@@ -5,6 +5,9 @@
 //! attempt that was started goes on until it ends by itself or another one has won: no address has a time limit
 //! of its own. Only connections race, never requests. One time limit covers all of it.
 //!
+//! The last address may get a second attempt beside the first, 250 ms later: where a handshake is known to take far
+//! less, the SYN was lost, and the kernel repeats it only after a second.
+//!
 //! # Invariants
 //!
 //! * A dial holds the [`Address`] of each attempt from before it starts until it has ended; the connection that
@@ -17,6 +20,7 @@
 //! [RFC 8305]: https://www.rfc-editor.org/rfc/rfc8305.html
 
 use std::collections::HashMap;
+use std::fmt;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -40,7 +44,7 @@ use crate::timings::{DialTimings, Handshake};
 use crate::wire::http1::{Conn, Driver, establish};
 use crate::wire::meter::{Meter, Metered};
 use crate::wire::resolve::Resolver;
-use crate::wire::socket::SocketOptions;
+use crate::wire::socket::{SocketOptions, tcp_state};
 use crate::wire::tls::{Stream, TlsClient};
 
 /// Opens connections for a pool. Clones share what is known of the addresses.
@@ -72,6 +76,8 @@ struct Opened<T> {
     address: Arc<Address>,
     resolve: Duration,
     connect: Duration,
+    /// Of this, the attempt that has won.
+    attempt: Duration,
 }
 
 /// What a dial has tried, for whoever takes the outcome down once it is over, however it ended.
@@ -116,6 +122,14 @@ impl Dialer {
     /// dial begins with a new answer of the resolver and without a memory of failures.
     pub(crate) fn evict(&self, origin: &Origin) {
         self.books.evict(origin);
+    }
+
+    /// Whether the origin is known to send its responses in two parts.
+    pub(crate) fn splits(&self, origin: &Origin) -> bool {
+        let books = self.books.lock();
+        books
+            .get(origin)
+            .is_some_and(|known| known.split.is_known())
     }
 
     /// A dial, whatever connects and whatever makes a connection of the result: tests have no need of a network.
@@ -168,7 +182,7 @@ impl Dialer {
         let order = self.look_up(origin, stage, &[]).await?;
         let mut resolve = now() - started;
         stage.enter(Phase::Connect);
-        let mut result = self.race(origin, order, progress, connect).await;
+        let mut result = self.race(origin, order, stage, progress, connect).await;
         if result.is_err() && literal(origin).is_none() {
             let asked = now();
             let again = self.look_up(origin, stage, &progress.tried).await;
@@ -178,10 +192,10 @@ impl Dialer {
             if let Ok(order) = again
                 && !order.is_empty()
             {
-                result = self.race(origin, order, progress, connect).await;
+                result = self.race(origin, order, stage, progress, connect).await;
             }
         }
-        let (socket, address) = result.map_err(|error| {
+        let (socket, address, attempt) = result.map_err(|error| {
             Error::before_sending(ErrorKind::Connect, Phase::Connect).with_source(error)
         })?;
         Ok(Opened {
@@ -189,6 +203,7 @@ impl Dialer {
             address,
             resolve,
             connect: (now() - started).saturating_sub(resolve),
+            attempt,
         })
     }
 
@@ -229,16 +244,28 @@ impl Dialer {
         &self,
         origin: &Origin,
         mut order: Order,
+        stage: &Stage,
         progress: &mut Progress,
         connect: &impl Fn(SocketAddr) -> C,
-    ) -> io::Result<(T, Arc<Address>)>
+    ) -> io::Result<(T, Arc<Address>, Duration)>
     where
         C: Future<Output = io::Result<T>>,
     {
-        let mut running = Vec::new();
+        let mut running: Vec<Attempt<C>> = Vec::new();
         let mut last = io::Error::new(io::ErrorKind::NotFound, "no address");
+        let mut may_repeat = self.books.is_near(origin);
+        let mut is_late = false;
         loop {
-            if let Some(address) = order.next() {
+            let next = match order.next() {
+                // The last one is being tried for far longer than a handshake takes there.
+                None if std::mem::take(&mut is_late) && may_repeat => {
+                    may_repeat = false;
+                    stage.report(Sign::Lost);
+                    running.last().map(|attempt| Arc::clone(&attempt.address))
+                }
+                next => next,
+            };
+            if let Some(address) = next {
                 let socket = address.socket_addr();
                 progress.tried.push(socket);
                 running.push(Attempt {
@@ -249,7 +276,7 @@ impl Dialer {
             } else if running.is_empty() {
                 return Err(last);
             }
-            let more = !order.is_empty();
+            let more = !order.is_empty() || may_repeat;
             let next_start = async {
                 if more {
                     sleep(ATTEMPT_DELAY).await;
@@ -266,18 +293,19 @@ impl Dialer {
                         // Else a black hole at the head of the list would delay every dial.
                         let is_overtaken = |other: &&Attempt<C>| {
                             ended.started.saturating_duration_since(other.started) >= ATTEMPT_DELAY
+                                && other.address.socket_addr() != ended.address.socket_addr()
                         };
                         let overtaken = running.iter().filter(is_overtaken);
                         let overtaken: Vec<_> = overtaken.map(|other| other.address.socket_addr()).collect();
                         self.books.failed(origin, &overtaken);
-                        return Ok((socket, ended.address));
+                        return Ok((socket, ended.address, now() - ended.started));
                     }
                     Err(error) => {
                         self.books.failed(origin, &[ended.address.socket_addr()]);
                         last = error;
                     }
                 },
-                () = next_start => {}
+                () = next_start => is_late = true,
             }
         }
     }
@@ -295,7 +323,15 @@ impl Dialer {
             address,
             resolve,
             connect,
+            attempt,
         } = opened;
+        let state = tcp_state(&socket);
+        if state.is_some_and(|state| state.has_lost) {
+            stage.report(Sign::Lost);
+        } else {
+            self.books.connected(origin, attempt);
+            stage.report(Sign::Connected(attempt));
+        }
         self.options.apply(&socket);
         let meter = Meter::new(Arc::clone(counters), origin.is_https());
         meter.learn(origin, self.books.split(origin));
@@ -336,6 +372,9 @@ impl Dialer {
     }
 }
 
+/// A handshake that takes no longer than this is far shorter than the delay after which a second attempt begins.
+const NEAR: Duration = Duration::from_millis(30);
+
 /// RFC 8305 section 5: the recommended delay between two attempts.
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
@@ -370,14 +409,44 @@ fn literal(origin: &Origin) -> Option<SocketAddr> {
     Some(SocketAddr::new(address, origin.port()))
 }
 
+/// What a dial shows of how the server takes connections.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Sign {
+    /// TCP has shaken hands without a loss, which took so long.
+    Connected(Duration),
+    /// A packet was lost.
+    Lost,
+}
+
 /// Where a dial is and what it found, readable by others than the one who waits for it, and after it was dropped.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Stage {
     phase: AtomicU8,
     addresses_retired: AtomicBool,
+    reports: Option<Box<dyn Fn(Sign) + Send + Sync>>,
+}
+
+impl fmt::Debug for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Stage").field(&self.phase()).finish()
+    }
 }
 
 impl Stage {
+    /// Has told what the dial shows, as it shows.
+    pub(crate) fn reporting(reports: impl Fn(Sign) + Send + Sync + 'static) -> Self {
+        Stage {
+            reports: Some(Box::new(reports)),
+            ..Stage::default()
+        }
+    }
+
+    fn report(&self, sign: Sign) {
+        if let Some(reports) = &self.reports {
+            reports(sign);
+        }
+    }
+
     fn enter(&self, phase: Phase) {
         self.phase.store(phase as u8, Relaxed);
     }
@@ -414,6 +483,8 @@ const MAX_UNUSED_BOOKS: usize = 1024;
 struct Known {
     book: Book,
     split: Arc<Split>,
+    /// How long the last TCP handshake took that lost nothing.
+    handshake: Option<Duration>,
 }
 
 impl Books {
@@ -455,6 +526,18 @@ impl Books {
         if let Some(known) = self.lock().get_mut(origin) {
             known.book.worked(socket);
         }
+    }
+
+    fn connected(&self, origin: &Origin, took: Duration) {
+        if let Some(known) = self.lock().get_mut(origin) {
+            known.handshake = Some(took);
+        }
+    }
+
+    /// Whether a handshake is known to take little time.
+    fn is_near(&self, origin: &Origin) -> bool {
+        let handshake = self.lock().get(origin).and_then(|known| known.handshake);
+        handshake.is_some_and(|took| took <= NEAR)
     }
 
     fn evict(&self, origin: &Origin) {

@@ -160,6 +160,16 @@ impl Conn {
         &self.meter
     }
 
+    /// Whether anything that was sent on it had to be sent again; `None` where nobody knows.
+    pub(crate) fn has_lost(socket: &Weak<Socket>) -> Option<bool> {
+        let socket = socket.upgrade()?;
+        Some(tcp_state(socket.stream())?.has_lost)
+    }
+
+    pub(crate) fn socket(&self) -> &Weak<Socket> {
+        &self.socket
+    }
+
     /// Whether hyper can take another request: the exchange before is over in both directions.
     pub(crate) fn is_ready(&self) -> bool {
         self.sender.is_ready()

@@ -107,6 +107,8 @@ pub(crate) struct Meter {
     gate: Mutex<Gate>,
     /// Bytes that hyper has read, above TLS.
     received: AtomicU64,
+    /// Notified of the first of them, and of the end.
+    first_byte: FirstByteReceived,
     /// Nobody wants an answer any more.
     parting: AtomicBool,
     watched: AtomicBool,
@@ -196,6 +198,7 @@ impl Meter {
         Arc::new(Meter {
             gate: Mutex::default(),
             received: AtomicU64::new(0),
+            first_byte: FirstByteReceived::default(),
             parting: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             drained: Notify::new(),
@@ -312,7 +315,15 @@ impl Meter {
     }
 
     pub(crate) fn note_received(&self, bytes: usize) {
-        self.received.fetch_add(bytes as u64, Relaxed);
+        if self.received.fetch_add(bytes as u64, Relaxed) == 0 {
+            self.first_byte.0.has_come.store(true, Relaxed);
+            self.first_byte.0.changed.notify_one();
+        }
+    }
+
+    /// The way to wait for the first byte that is received, which keeps nothing open.
+    pub(crate) fn first_byte_received(&self) -> FirstByteReceived {
+        self.first_byte.clone()
     }
 
     fn gate(&self) -> std::sync::MutexGuard<'_, Gate> {
@@ -326,6 +337,7 @@ impl Meter {
 
 impl Drop for Meter {
     fn drop(&mut self) {
+        self.first_byte.0.changed.notify_one();
         if !self.opened.load(Relaxed) {
             return;
         }
@@ -336,6 +348,25 @@ impl Drop for Meter {
         let reason = reason.unwrap_or(CloseReason::RuntimeGone);
         self.counters.closed(reason);
         tracing::debug!(reason = reason.as_str(), "connection closed");
+    }
+}
+
+/// Waits for the first byte that a connection receives.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct FirstByteReceived(Arc<FirstByteState>);
+
+#[derive(Debug, Default)]
+struct FirstByteState {
+    has_come: AtomicBool,
+    changed: Notify,
+}
+
+impl FirstByteReceived {
+    /// Resolves when a byte has come, or when the connection has gone without one: `true` for the first. For one who
+    /// waits.
+    pub(crate) async fn wait(&self) -> bool {
+        self.0.changed.notified().await;
+        self.0.has_come.load(Relaxed)
     }
 }
 

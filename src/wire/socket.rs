@@ -111,6 +111,8 @@ pub(crate) struct TcpState {
     pub(crate) settled: bool,
     /// The smoothed round-trip time.
     pub(crate) rtt: Duration,
+    /// Whether anything had to be sent again, the SYN included.
+    pub(crate) has_lost: bool,
 }
 
 /// Asks TCP about a connection. `None` where the system does not tell: not Linux, a kernel before 4.19,
@@ -126,6 +128,7 @@ pub(crate) fn tcp_state(stream: &TcpStream) -> Option<TcpState> {
         acked: info.bytes_acked,
         settled: info.unacked == 0 && info.notsent_bytes == 0,
         rtt: Duration::from_micros(info.rtt_us.into()),
+        has_lost: info.total_retrans > 0,
     })
 }
 
@@ -159,7 +162,7 @@ mod tcp_info {
         pub(super) rtt_us: u32,
         _rttvar_to_reordering: [u32; 5],
         _rcv: [u32; 2],
-        _total_retrans: u32,
+        pub(super) total_retrans: u32,
         _pacing: [u64; 2],
         pub(super) bytes_acked: u64,
         _bytes_received: u64,
@@ -175,6 +178,7 @@ mod tcp_info {
     const _: () = assert!(size_of::<TcpInfo>() == 216);
     const _: () = assert!(std::mem::offset_of!(TcpInfo, unacked) == 24);
     const _: () = assert!(std::mem::offset_of!(TcpInfo, rtt_us) == 68);
+    const _: () = assert!(std::mem::offset_of!(TcpInfo, total_retrans) == 100);
     const _: () = assert!(std::mem::offset_of!(TcpInfo, bytes_acked) == 120);
     const _: () = assert!(std::mem::offset_of!(TcpInfo, notsent_bytes) == 144);
 

@@ -12,6 +12,7 @@ const ORDER: &[&str] = &[
     "delivery",
     "origin",
     "stats",
+    "profile",
     "timings",
     "error",
     // Rules: pure decisions.
@@ -19,6 +20,10 @@ const ORDER: &[&str] = &[
     "rules/shelf",
     "rules/hint",
     "rules/idle",
+    "rules/cap",
+    "rules/demand",
+    "rules/dial_window",
+    "rules/learnt",
     "rules/plan",
     "rules/addresses",
     "rules/split",
@@ -44,6 +49,7 @@ const ORDER: &[&str] = &[
     // Pool: the only locks that outlive a call.
     "pool/builder",
     "pool/desk",
+    "pool/lessons",
     "pool/card",
     "pool/state",
     "pool/keeper",
