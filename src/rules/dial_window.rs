@@ -236,3 +236,164 @@ impl DialWindow {
         self.paced = None;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::clock::now;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// Dials as fast as it may until so many are unproven or time is up. Gives how many there are then.
+    fn dial(window: &mut DialWindow, from: DialId, start: Instant, time: Duration) -> u64 {
+        let (mut id, mut now) = (from, start);
+        loop {
+            match window.leave(now) {
+                Leave::Now => {
+                    window.began(id, now);
+                    id += 1;
+                }
+                Leave::At(at) if at <= start + time => now = at,
+                _ => return id - from,
+            }
+        }
+    }
+
+    fn proven(window: &mut DialWindow, ids: impl Iterator<Item = DialId>, now: Instant) {
+        for id in ids {
+            window.connected(id, ms(50));
+            window.proven(id, now);
+        }
+    }
+
+    #[test]
+    fn four_begin_at_once_and_the_next_a_millisecond_apart() {
+        let (mut window, now) = (DialWindow::default(), now());
+        assert_eq!(dial(&mut window, 0, now, ms(0)), 4);
+        assert_eq!(window.leave(now), Leave::At(now + PACE));
+        assert_eq!(dial(&mut window, 4, now, ms(10)), 10);
+    }
+
+    #[test]
+    fn a_dial_that_has_proved_itself_makes_place_for_the_next() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(0));
+        proven(&mut window, 0..2, now);
+        assert_eq!(dial(&mut window, 4, now, ms(0)), 2);
+    }
+
+    /// Over 50 ms nothing is proven for 100 ms: by then all of 64 have begun.
+    #[test]
+    fn a_burst_of_64_to_a_distant_server_begins_within_two_round_trips() {
+        let (mut window, now) = (DialWindow::default(), now());
+        assert_eq!(dial(&mut window, 0, now, ms(60)), 64);
+    }
+
+    #[test]
+    fn a_handshake_that_is_late_stops_the_pace_until_it_is_over() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(0));
+        for id in 0..3 {
+            window.connected(id, ms(1));
+        }
+        // The fourth has four of the shortest, and 3 ms.
+        assert_eq!(window.leave(now + ms(7)), Leave::Now);
+        assert_eq!(window.leave(now + ms(8)), Leave::Later);
+        window.connected(3, ms(9));
+        assert_eq!(window.leave(now + ms(9)), Leave::Now);
+    }
+
+    #[test]
+    fn what_was_proven_at_once_may_be_half_as_many_at_once_from_then_on() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(36));
+        proven(&mut window, 0..40, now + ms(100));
+        assert_eq!(window.size(), 20);
+        assert_eq!(dial(&mut window, 40, now + ms(100), ms(0)), 20);
+        // And the pace is as much faster: five in a millisecond.
+        assert_eq!(dial(&mut window, 60, now + ms(100), ms(10)), 50);
+    }
+
+    #[test]
+    fn one_loss_halves_the_window_but_not_below_its_beginning() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(36));
+        proven(&mut window, 0..40, now);
+        window.began(40, now);
+        assert!(window.lost(40, now));
+        assert_eq!(window.size(), 10);
+        let mut window = DialWindow::default();
+        window.began(0, now);
+        window.lost(0, now);
+        assert_eq!(window.size(), START);
+        assert!(!window.is_lossy(now), "any packet on any network");
+        assert!(!window.lost(0, now), "each dial once");
+    }
+
+    #[test]
+    fn two_losses_end_the_pace_and_halve_the_window_to_two() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(0));
+        window.lost(0, now);
+        window.lost(1, now);
+        assert_eq!(window.size(), 2);
+        assert!(window.is_lossy(now));
+        assert_eq!(window.leave(now), Leave::At(now + FORGOTTEN));
+        proven(&mut window, 2..3, now);
+        assert_eq!(window.leave(now), Leave::Now, "one of two is unproven");
+    }
+
+    #[test]
+    fn what_proves_itself_makes_up_for_a_loss_and_so_does_time() {
+        let (mut window, start) = (DialWindow::default(), now());
+        for id in 0..2 {
+            window.began(id, start);
+            window.lost(id, start);
+        }
+        let mut later = window.clone();
+        for id in 2..66 {
+            assert_eq!(window.size(), 2, "{id}");
+            window.began(id, start);
+            proven(&mut window, id..=id, start);
+        }
+        assert_eq!((window.size(), window.is_lossy(start)), (START, false));
+
+        later.began(2, start + FORGOTTEN);
+        proven(&mut later, 2..3, start + FORGOTTEN);
+        assert_eq!(later.size(), START);
+    }
+
+    proptest! {
+        /// Whatever happens: an origin is never cut off, the window stays within its bounds, and where nobody is on
+        /// the way one may begin.
+        #[test]
+        fn an_origin_is_never_cut_off(
+            events in proptest::collection::vec((0u8..6, 0u64..40, 0u64..5_000), 0..200),
+        ) {
+            let (mut window, mut now) = (DialWindow::default(), now());
+            let mut next = 0;
+            for (kind, id, time) in events {
+                match kind {
+                    0 => now += ms(time),
+                    1 => window.connected(id, ms(time)),
+                    2 => window.proven(id, now),
+                    3 => { window.lost(id, now); }
+                    4 => window.ended(id),
+                    _ => if window.leave(now) == Leave::Now {
+                        window.began(next, now);
+                        next += 1;
+                    }
+                }
+                prop_assert!((LEAST..=MOST).contains(&window.size()));
+                prop_assert!(window.unproven.len() >= LEAST || window.leave(now) == Leave::Now);
+                if let Leave::At(at) = window.leave(now) {
+                    prop_assert!(at > now);
+                }
+            }
+        }
+    }
+}

@@ -7,6 +7,7 @@ mod support;
 
 mod answers;
 mod cancel;
+mod cap;
 mod churn;
 mod delivery;
 mod desync;
