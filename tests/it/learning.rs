@@ -118,12 +118,7 @@ async fn after_the_first_close_seen_no_unkeyed_request_meets_a_stale_connection(
     let learnt = profile(&pool, &peer);
     let close = learnt.shortest_close.expect("a close");
     assert!(close.age >= KEPT_FOR && !close.at_most, "{close:?}");
-    let half = close.age / 2;
-    let rounded = half..=half + Duration::from_nanos(1);
-    assert!(
-        rounded.contains(&learnt.trusted_idle_age.value),
-        "{learnt:?}"
-    );
+    assert!(learnt.trusted_idle_age.value <= close.age / 2, "{learnt:?}");
     for gap in [100, 350, 390, 395, 400, 405, 410, 450, 150, 398, 402, 50] {
         tokio::time::sleep(Duration::from_millis(gap)).await;
         ask(&pool, post(&peer.url(&format!("/pay-{gap}")), "x")).await;
