@@ -157,8 +157,8 @@ impl Lease {
         Err(Some(seat))
     }
 
-    /// Late, perhaps: its task had not seen it yet. So the age is an upper bound.
-    fn found_closed(&self) {
+    /// Notes that the server has closed it. Late, perhaps: its task had not seen it yet. So the age is an upper bound.
+    pub(crate) fn found_closed(&self) {
         let has_served = self.facts.served > 0;
         if let (Some(held), Some(idle), true) = (&self.held, self.facts.idle, has_served) {
             held.found_closed(idle);

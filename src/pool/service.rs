@@ -402,6 +402,9 @@ async fn send_to(
                     && error.kind() == ErrorKind::ConnectionClosed
                 {
                     Counters::add(&shared.counters.stale_after_write);
+                    // Who calls in step with the server's timeout sees no other close. A server that fails at the
+                    // request itself looks the same; then too short an age is trusted for a while, which is safe.
+                    lease.found_closed();
                 }
                 if again.is_some() {
                     // Nothing happened on it, so how it ended is for its task to say.

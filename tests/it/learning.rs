@@ -675,3 +675,23 @@ async fn a_server_that_closes_sooner_after_a_redeploy_is_believed_at_the_first_c
     }
     assert_eq!(world.server.stale, [Kind::Unkeyed]);
 }
+
+/// Who polls in step with the server's timeout meets every close with a request, and sees none while idle.
+#[tokio::test]
+async fn a_close_that_a_request_meets_teaches_as_one_that_is_seen_while_idle() {
+    let clock = HeldClock::start();
+    let mut world = World::new(&clock, Habit::punctual(60.0), SEED);
+    world.send(Kind::Safe).await;
+    world.pass(seconds(30.0)).await;
+    world.server.habit = Habit::punctual(2.0);
+    assert_eq!(world.send(Kind::Safe).await, Some(true));
+
+    world.pass(seconds(2.0)).await;
+    assert_eq!(world.send(Kind::Unkeyed).await, None);
+    for _ in 0..5 {
+        world.send(Kind::Safe).await;
+        world.pass(seconds(2.0)).await;
+        assert_eq!(world.send(Kind::Unkeyed).await, Some(false));
+        world.pass(seconds(2.0)).await;
+    }
+}
