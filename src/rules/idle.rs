@@ -25,6 +25,9 @@ const UNKNOWN: Duration = Duration::from_secs(1);
 /// How many of the last closes are remembered.
 const CLOSES: usize = 8;
 
+/// A connection that is closed sooner than this was closed behind an answer, and by no idle timeout.
+const BEHIND_AN_ANSWER: Duration = Duration::from_millis(100);
+
 /// Two closes whose ages differ by no more than this part are of the same timeout.
 const AGREE: u32 = 8;
 
@@ -155,7 +158,8 @@ impl IdleRule {
 
     /// The server's idle timeout, where that is more than a guess: announced, or the age at which it closed twice.
     pub(crate) fn timeout(&self) -> Option<Duration> {
-        let mut ages: Vec<_> = self.closes.iter().map(|close| close.age).collect();
+        let ages = self.closes.iter().map(|close| close.age);
+        let mut ages: Vec<_> = ages.filter(|&age| age >= BEHIND_AN_ANSWER).collect();
         ages.sort_unstable();
         let twice = ages
             .windows(2)

@@ -16,8 +16,9 @@
 //!   nor more dials than [`Limits::dials_per_origin`].
 //! * `seats = idle + busy + dialing + closing`, for each origin and in all.
 //! * Nobody waits for a connection while one that they could use is idle, and nobody without a dial of their
-//!   own waits while both a seat and a dial are free and the origin's [dial window](DialWindow) is open. Where only
-//!   time opens it, somebody in line has been told when.
+//!   own waits while both a seat and a dial are free and the origin's [dial window](crate::rules::dial_window) is open,
+//!   but for as many as dials are under way that were begun ahead of time. Where only time opens the window, somebody
+//!   in line has been told when.
 //! * First come, first served: a connection that comes back goes to the first in line who can use it, a free seat
 //!   to the first in line whose origin may have one more. A dial belongs to one ticket; its failure concerns
 //!   that one only, and what it brings goes to the first in line if its owner has been served otherwise.
@@ -75,6 +76,10 @@ const REMEMBERED: usize = 1024;
 /// How long a connection that has carried nothing is trusted with a request that must not be sent twice. Servers close
 /// those by other clocks than idle ones, some after 5 s.
 const UNUSED_TRUSTED: Duration = Duration::from_secs(1);
+
+/// How long a connection that is near its end may have been idle to be used before the newest one. A longer idle one is
+/// left to grow old.
+const USED_UP_WITHIN: Duration = Duration::from_secs(1);
 
 /// A place in line. Lower ones came earlier.
 pub(crate) type Ticket = u64;
@@ -245,6 +250,8 @@ struct Origin<K, T, W> {
     demand: Demand,
     /// Open connections that are near their end.
     ending: Vec<u64>,
+    /// Dials that nobody in line asked for.
+    spares: usize,
     /// Who in line calls when the pace of the dial window allows one more.
     caller: Option<Ticket>,
 }
@@ -280,6 +287,20 @@ impl<K, T: Item, W: Clone> Origin<K, T, W> {
         match limits.dial_window {
             true => self.room(limits).min(self.learnt.window.room()),
             false => self.room(limits),
+        }
+    }
+
+    /// Who in line is the first without a dial, if more are than dials are under way that nobody asked for. Those end
+    /// before one would that begins now.
+    fn first_undialed(&self) -> Option<Ticket> {
+        let first = self.undialed.first().copied();
+        first.filter(|_| self.undialed.len() > self.spares)
+    }
+
+    fn dial_over(&mut self, ticket: Ticket) {
+        self.dialing -= 1;
+        if ticket == NOBODY {
+            self.spares -= 1;
         }
     }
 
@@ -548,7 +569,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if is_proven {
             origin.learnt.window.proven(dial, now.at);
         }
-        origin.dialing -= 1;
+        origin.dial_over(ticket);
         origin.born.push((item.id(), now.at));
         if let Some(owner) = origin.line.remove(&ticket) {
             origin.busy += 1;
@@ -583,7 +604,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return;
         };
         origin.learnt.window.ended(dial);
-        origin.dialing -= 1;
+        origin.dial_over(ticket);
         let owner = origin.line.remove(&ticket);
         fx.gone.extend(owner.map(|owner| owner.who));
         if let Some(failure) = failure {
@@ -741,6 +762,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             && gauges.idle < limits.idle_per_origin
             && origin.leave(&limits, now) == Leave::Now;
         if is_open && may_dial && origin.demand.exceeds(usable, now) {
+            origin.spares += 1;
             let dial = self.begin_dial(place, now);
             fx.spare = Some((place, dial));
         }
@@ -896,6 +918,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             learnt: learnt.unwrap_or_default(),
             demand: Demand::default(),
             ending: Vec::new(),
+            spares: 0,
             caller: None,
         });
         self.places.insert(key.clone(), place);
@@ -928,7 +951,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         self.remembered.insert(key, (self.next, learnt));
     }
 
-    /// The newest idle connection that will do and whose time is not over; what is found over closes.
+    /// The newest idle connection that will do and whose time is not over; what is found over closes. Before it those
+    /// that are near their end, if they are in use at all: what is left of them is used up.
     fn take(
         &mut self,
         place: Place,
@@ -946,10 +970,24 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 let limit = rule.limit().filter(|_| !item.is_unused());
                 limit.is_some_and(|limit| since.until(now) >= limit)
             };
+            let within = match need {
+                Need::Young => USED_UP_WITHIN.min(rule.trusted()),
+                _ => USED_UP_WITHIN,
+            };
+            let ending = match origin.ending.is_empty() {
+                true => None,
+                false => origin.shelf.take_one_of(&origin.ending, within, now),
+            };
             // What is too old for this one stays, and all others are older.
-            let mut taken = origin.shelf.take(now, |item, since| {
-                is_beyond(item, since) || need.is_met(item, since, now, rule)
-            })?;
+            let newest = |shelf: &mut Shelf<T>| {
+                shelf.take(now, |item, since| {
+                    is_beyond(item, since) || need.is_met(item, since, now, rule)
+                })
+            };
+            let mut taken = match ending {
+                Some(taken) => taken,
+                None => newest(&mut origin.shelf)?,
+            };
             if is_beyond(&taken.item, taken.since) {
                 taken.over.get_or_insert(CloseReason::IdleTimeout);
             }
@@ -1009,6 +1047,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         fx: &mut Effects<K, T, W>,
     ) {
         let is_retired = self.mode == Mode::Retired;
+        let limits = self.limits;
+        let is_full = self.seats >= limits.connections;
         let Some(origin) = self.origin(place) else {
             return fx.close(item, CloseReason::PoolDropped);
         };
@@ -1018,7 +1058,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 next = Some(ticket);
                 break;
             }
-            if !waiter.dials {
+            if !waiter.dials && (is_full || origin.seats >= limits.connections_per_origin) {
                 // First in line, and needs the seat for a connection of its own.
                 return origin.discard(item, CloseReason::MadeRoom, fx);
             }
@@ -1118,7 +1158,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if let Some(ticket) = origin.starved_as.take() {
             self.starved.remove(&(ticket, place));
         }
-        let Some(&ticket) = origin.undialed.first() else {
+        let Some(ticket) = origin.first_undialed() else {
             return;
         };
         if origin.room(&limits) > 0 {
@@ -1151,7 +1191,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         let wanted = self.starved.iter().map(|(_, place)| {
             let origin = origins.get(*place).and_then(Option::as_ref);
             origin.map_or(0, |origin| {
-                origin.undialed.len().min(origin.open(&self.limits))
+                let wait = origin.undialed.len().saturating_sub(origin.spares);
+                wait.min(origin.open(&self.limits))
             })
         });
         let wanted: usize = wanted.sum();

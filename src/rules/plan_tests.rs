@@ -457,11 +457,19 @@ impl Model {
                     let in_hand = self.in_hand.take();
                     assert_eq!(in_hand, Some(thing.id), "a connection out of nowhere");
                     let is_own = since.is_none();
+                    let seats = |origin: Option<u8>| {
+                        let own = |connection: &&Connection| {
+                            origin == Some(connection.origin) || origin.is_none()
+                        };
+                        self.connections.iter().filter(own).count()
+                    };
+                    let is_full = seats(None) >= self.limits.connections
+                        || seats(Some(waiting.origin)) >= self.limits.connections_per_origin;
                     let earlier = self.line.iter().any(|other| {
                         other.origin == waiting.origin
                             && other.ticket < ticket
                             // Who cannot use it and has no dial needs the seat.
-                            && (self.will_do(other, &thing, since) || !other.dials)
+                            && (self.will_do(other, &thing, since) || (!other.dials && is_full))
                     });
                     assert!(is_own || !earlier, "served out of turn");
                     assert!(self.will_do(&waiting, &thing, since), "will not do");
@@ -581,8 +589,13 @@ impl Model {
             let is_full = self.connections.len() >= limits.connections;
             let window = self.plan.learnt(&origin).map(|learnt| &learnt.window);
             let leave = window.map_or(Leave::Now, |window| window.leave(self.now.at));
+            let spares = self.connections.iter().filter(|connection| {
+                (connection.origin, connection.by.ticket, connection.state)
+                    == (origin, NOBODY, State::Dialing)
+            });
+            let spares = spares.count();
             assert!(
-                undialed.is_empty() || !has_room || is_full || leave != Leave::Now,
+                undialed.len() <= spares || !has_room || is_full || leave != Leave::Now,
                 "waits although it could dial"
             );
             let is_called = undialed.iter().any(|waiting| {
@@ -591,11 +604,14 @@ impl Model {
                     .any(|(ticket, ..)| *ticket == waiting.ticket)
             });
             assert!(
-                undialed.is_empty() || !has_room || !matches!(leave, Leave::At(_)) || is_called,
+                undialed.len() <= spares
+                    || !has_room
+                    || !matches!(leave, Leave::At(_))
+                    || is_called,
                 "nobody will ask again when it is time"
             );
             // At a limit, what is idle goes, or is on its way already.
-            let blocked_here = !undialed.is_empty() && seats >= limits.connections_per_origin;
+            let blocked_here = undialed.len() > spares && seats >= limits.connections_per_origin;
             assert!(
                 !blocked_here || gauges.idle == 0 || gauges.closing > 0,
                 "idle ones keep a fresh one waiting"
@@ -607,7 +623,7 @@ impl Model {
                     (Leave::Now, Some(window)) => window.room(),
                     _ => 0,
                 };
-                wanted += room.min(undialed.len()).min(open);
+                wanted += room.min(undialed.len().saturating_sub(spares)).min(open);
             }
         }
         assert!(

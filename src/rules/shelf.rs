@@ -113,6 +113,21 @@ impl<T: Item> Shelf<T> {
         Some(Taken { item, since, over })
     }
 
+    /// Takes the most recently used of these items that is there and has been idle for less than `within`.
+    pub(crate) fn take_one_of(
+        &mut self,
+        ids: &[u64],
+        within: Duration,
+        now: Stamp,
+    ) -> Option<Taken<T>> {
+        let is_one =
+            |idle: &Idle<T>| idle.since.until(now) < within && ids.contains(&idle.item.id());
+        let at = self.idle.iter().rposition(is_one)?;
+        let Idle { since, item } = self.idle.remove(at)?;
+        let over = self.over(&item, since, now);
+        Some(Taken { item, since, over })
+    }
+
     fn over(&self, item: &T, since: Stamp, now: Stamp) -> Option<CloseReason> {
         let age = since.until(now);
         match self.timeout {

@@ -402,6 +402,7 @@ async fn after_a_burst_the_pool_shrinks_to_what_is_used() {
     let pool = builder()
         .connect_timeout(None)
         .idle_timeout(Duration::from_secs(10))
+        .dial_window(false)
         .build();
     burst(&pool, &peer, &gate, 30).await;
     for _ in 0..11 {

@@ -469,7 +469,7 @@ impl<'a> World<'a> {
 
     fn trusted(&self) -> Duration {
         let profile = profile_of(&self.pool, &self.server.url("/"));
-        profile.expect("known").trusted_idle_age
+        profile.expect("known").trusted_idle_age.value
     }
 }
 

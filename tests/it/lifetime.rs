@@ -26,6 +26,7 @@ fn patient() -> Builder {
         .response_head_timeout(None)
         .idle_timeout(None)
         .max_lifetime(None)
+        .dial_window(false)
 }
 
 /// Answers every question with the addresses of those peers that it was told of last, and counts the questions.
