@@ -34,3 +34,4 @@ mod stale;
 mod storm;
 mod timeouts;
 mod tls;
+mod window;

@@ -12,15 +12,16 @@ use std::time::Duration;
 
 use http::{Method, Request};
 use idempool::{
-    Error, ErrorKind, IdempotencyKey, Pool, ReplayBody, ResendCount, RetryLayer, RetryPolicy,
-    Timings,
+    Error, ErrorKind, IdempotencyKey, Origin, Pool, ReplayBody, ResendCount, RetryLayer,
+    RetryPolicy, Source, Timings,
 };
 use tower::{ServiceBuilder, ServiceExt};
 
 use self::hosts::{Crossing, DELAY, Network};
 use self::relay::Loss;
 use crate::support::{
-    Conn, Peer, Received, Scheme, eventually, fetch, get, hold_runtime_until, pool, post, read,
+    Conn, Logs, Peer, Received, Scheme, eventually, fetch, get, hold_runtime_until, pool, post,
+    read,
 };
 
 /// What a server does with its first connection once that has served a request.
@@ -521,6 +522,80 @@ fn the_network_has_its_distance_and_carries_what_it_is_given() {
             "{scheme}: not what was sent"
         );
     }
+}
+
+/// envoyproxy/envoy#7535: a lost SYN costs a second, the kernel's first patience. Where a handshake is known to take far
+/// less, a second dial is made beside the first; here only that one can come through.
+#[test]
+fn a_lost_syn_is_covered_by_a_second_dial_where_the_server_is_near() {
+    let near = Duration::from_millis(1);
+    let Some(network) = Network::up_with("a lost SYN", near) else {
+        return;
+    };
+    let peer = network.serve(Scheme::Http, |conn| {
+        conn.answer_requests(1);
+    });
+    network.as_client(async || {
+        let pool = pool();
+        fetch(&pool, get(&peer.url("/"))).await.expect("a response");
+        network.rules().lose(Loss::NextClientPort);
+        let answer = fetch(&pool, get(&peer.url("/"))).await;
+        assert_eq!(answer.expect("by the second dial"), "1");
+    });
+}
+
+/// The same further off: the kernel repeats the SYN, and no second dial burdens the server.
+#[test]
+fn a_lost_syn_is_left_to_the_kernel_where_the_server_is_far() {
+    let far = Duration::from_millis(40);
+    let Some(network) = Network::up_with("a lost SYN far off", far) else {
+        return;
+    };
+    let peer = network.serve(Scheme::Http, |conn| {
+        conn.answer_requests(1);
+    });
+    network.as_client(async || {
+        let builder = crate::support::builder();
+        let pool = builder.connect_timeout(Duration::from_secs(2)).build();
+        fetch(&pool, get(&peer.url("/"))).await.expect("a response");
+        network.rules().lose(Loss::NextClientPort);
+        let error = fetch(&pool, get(&peer.url("/"))).await;
+        let error = error.expect_err("that port hears nothing");
+        assert_eq!(error.kind(), ErrorKind::ConnectTimeout);
+    });
+}
+
+/// Two dials that lose packets are no accident: fewer are made at a time from then on, and somebody is told.
+#[test]
+fn dials_that_lose_packets_make_the_window_smaller() {
+    let near = Duration::from_millis(1);
+    let Some(network) = Network::up_with("lost SYNs", near) else {
+        return;
+    };
+    let peer = network.serve(Scheme::Http, |conn| {
+        conn.answer_requests(1);
+    });
+    network.as_client(async || {
+        let logs = Logs::capture();
+        let pool = pool();
+        let origin = Origin::of(&peer.url("/").parse().expect("a URI")).expect("an origin");
+        let window = || {
+            let dials = pool.profile(&origin)?.unproven_dials;
+            Some((dials.value, dials.source))
+        };
+        fetch(&pool, get(&peer.url("/"))).await.expect("a response");
+        assert!(window().is_none_or(|window| window == (4, Source::Default)));
+        for told in [0, 1] {
+            network.rules().lose(Loss::NextClientPort);
+            fetch(&pool, get(&peer.url("/")))
+                .await
+                .expect("by the second dial");
+            let lines = logs.above_debug();
+            assert_eq!(lines.len(), told, "{lines:?}");
+        }
+        assert_eq!(window(), Some((2, Source::Seen)));
+        assert!(logs.above_debug()[0].contains("listen backlog"));
+    });
 }
 
 /// A kernel that gives up leaves the same state behind as a reset: closed, nothing acknowledged. Behind a

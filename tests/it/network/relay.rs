@@ -59,6 +59,14 @@ impl Rules {
                 false
             }
             Loss::Everything => true,
+            Loss::NextClientPort => {
+                let opens = segment.has(SYN);
+                if opens {
+                    *loss = Loss::ClientPort(segment.destination());
+                }
+                opens
+            }
+            Loss::ClientPort(port) => segment.destination() == port,
         }
     }
 
@@ -87,6 +95,10 @@ pub(crate) enum Loss {
     AfterFin,
     /// All.
     Everything,
+    /// All that go to the next port from which the client connects.
+    NextClientPort,
+    /// All that go to this port.
+    ClientPort(u16),
 }
 
 /// Carries frames until it is dropped.
@@ -216,6 +228,7 @@ fn put(from: Side, target: &Socket, queue: &Receiver<Due>, rules: &Rules, stop: 
 }
 
 const FIN: u8 = 0x01;
+const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
 /// One TCP segment, inside its Ethernet frame and its IPv4 packet.
@@ -244,6 +257,10 @@ impl<'a> Segment<'a> {
     fn payload(&self) -> usize {
         let header = usize::from(self.tcp[12] >> 4) * 4;
         self.tcp.len().saturating_sub(header)
+    }
+
+    fn destination(&self) -> u16 {
+        u16::from_be_bytes([self.tcp[2], self.tcp[3]])
     }
 
     fn is_pure_ack(&self) -> bool {
