@@ -43,6 +43,11 @@
 //! beside it stands `acquire_p999_us`, the p99.9 of how long a request waited for a connection, whoever dialled it.
 //! What came due behind it shows in the times only. The peers tell neither.
 //!
+//! `floor` is what no client can be better than, or hardly: idempool without a cap, and beside it a task that opens,
+//! uses once and closes a connection (over https with a resumed session) as often as the cap would ask for it, evenly
+//! spread and in nobody's way. What is between that and a client's own figure is the client's doing. The rest is the
+//! work of the handshakes, on the client's thread and on the server's.
+//!
 //! Where the alarm is late by milliseconds, other programs have the processor, and so do the figures. Under
 //! `chrt -r 20`, which the server inherits, most of that goes away.
 
@@ -70,7 +75,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tower::Service;
 
 const CALLERS: u64 = 16;
@@ -369,6 +374,13 @@ enum Client {
     Idempool(Pool, Uri),
     HyperUtil(HyperUtil, Uri, Arc<AtomicU64>),
     Reqwest(reqwest::Client, reqwest::Url, Arc<AtomicU64>),
+    /// idempool without a cap; while its turn lasts, a task beside it dials each so often.
+    Floor {
+        pool: Pool,
+        uri: Uri,
+        port: u16,
+        tls: Option<TlsConnector>,
+    },
 }
 
 /// What idempool says of how a request came to its connection. The peers say nothing.
@@ -379,7 +391,8 @@ struct Acquired {
     waited: Duration,
 }
 
-const NAMES: [&str; 3] = ["idempool", "hyper-util", "reqwest"];
+const NAMES: [&str; 4] = ["idempool", "hyper-util", "reqwest", FLOOR];
+const FLOOR: &str = "floor";
 
 impl Client {
     fn new(name: &str, scheme: Scheme, port: u16, root: &CertificateDer<'static>) -> Self {
@@ -397,6 +410,12 @@ impl Client {
         let dials = Arc::new(AtomicU64::new(0));
         match name {
             "idempool" => Self::Idempool(Pool::builder().tls_config(tls).build(), uri),
+            FLOOR => Self::Floor {
+                pool: Pool::builder().tls_config(tls.clone()).build(),
+                uri,
+                port,
+                tls: (scheme == Scheme::Https).then(|| TlsConnector::from(Arc::new(tls))),
+            },
             "hyper-util" => {
                 let mut inner = HttpConnector::new();
                 inner.set_nodelay(true);
@@ -435,7 +454,7 @@ impl Client {
     /// One request, to the end of its body.
     async fn ask(&self) -> Result<Acquired, BoxError> {
         let (body, acquired) = match self {
-            Self::Idempool(pool, uri) => {
+            Self::Idempool(pool, uri) | Self::Floor { pool, uri, .. } => {
                 let request = Request::get(uri.clone()).body(Empty::<Bytes>::new())?;
                 let response = pool.send(request).await?;
                 let timings = response.extensions().get::<Timings>();
@@ -462,7 +481,7 @@ impl Client {
     /// How many connections it has opened so far.
     fn connections(&self) -> u64 {
         match self {
-            Self::Idempool(pool, _) => pool.stats().connections_opened,
+            Self::Idempool(pool, _) | Self::Floor { pool, .. } => pool.stats().connections_opened,
             Self::HyperUtil(_, _, dials) | Self::Reqwest(_, _, dials) => {
                 dials.load(Ordering::Relaxed)
             }
@@ -622,6 +641,11 @@ async fn turn(client: Option<&Client>, seed: u64, rate: f64, plan: Plan) -> Seen
     let callers = u32::try_from(CALLERS).expect("few");
     let gap = Duration::from_secs_f64(f64::from(callers) / rate);
     let start = now() + Duration::from_millis(1);
+    let mut apart = JoinSet::new();
+    if let Some(Client::Floor { port, tls, .. }) = client {
+        let every = Duration::from_secs_f64(f64::from(CAP) / rate);
+        apart.spawn(dial_apart(*port, tls.clone(), every));
+    }
     let mut calls = JoinSet::new();
     for caller in 0..CALLERS {
         let seed = seed * CALLERS + caller;
@@ -642,6 +666,39 @@ async fn turn(client: Option<&Client>, seed: u64, rate: f64, plan: Plan) -> Seen
     all.waits.sort_unstable();
     assert!(!all.nanos.is_empty(), "no request succeeded");
     all
+}
+
+/// The work of a new connection each so often, and none of a pool: what the floor adds to requests without a cap.
+async fn dial_apart(port: u16, tls: Option<TlsConnector>, every: Duration) {
+    let alarm = Alarm::new();
+    let mut due = now();
+    loop {
+        due += every;
+        alarm.wait_until(due).await;
+        // Whatever fails costs less than what does not.
+        let _ = dial_once(port, tls.as_ref()).await;
+    }
+}
+
+async fn dial_once(port: u16, tls: Option<&TlsConnector>) -> std::io::Result<()> {
+    let mut stream = tokio::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
+    stream.set_nodelay(true)?;
+    // One request, so that the ticket for the next handshake is read.
+    let get = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
+    let mut bytes = [0; 2048];
+    match tls {
+        None => {
+            stream.write_all(get).await?;
+            stream.read(&mut bytes).await?;
+        }
+        Some(tls) => {
+            let mut stream = tls.connect(Ipv4Addr::LOCALHOST.into(), stream).await?;
+            stream.write_all(get).await?;
+            stream.read(&mut bytes).await?;
+            stream.shutdown().await?;
+        }
+    }
+    Ok(())
 }
 
 /// As many requests as go in `time`, from as many callers, a second.
@@ -704,7 +761,7 @@ impl Rounds {
         let both = self.capped.iter().chain(&self.uncapped);
         let failed: u64 = both.map(|seen| seen.failed).sum();
         let (own_dials, acquire) = match pair.capped {
-            Client::Idempool(..) => {
+            Client::Idempool(..) | Client::Floor { .. } => {
                 let acquire = over_rounds(&self.capped, |seen| &seen.waits, 999);
                 (
                     sum(|seen| seen.own_dials).to_string(),
@@ -856,8 +913,15 @@ fn main() {
         for name in NAMES {
             // The connectors ask for the runtime when they are made.
             let _entered = runtime.enter();
+            // The floor has no cap; what it does instead is only done in its capped turns.
+            let names = if name == FLOOR {
+                [FLOOR, "idempool"]
+            } else {
+                [name; 2]
+            };
+            let ports = if name == FLOOR { [ports[1]; 2] } else { ports };
             let [capped, uncapped] =
-                ports.map(|port| Client::new(name, scheme, port, &server.root));
+                [0, 1].map(|at| Client::new(names[at], scheme, ports[at], &server.root));
             pairs.push(Pair {
                 client: name,
                 scheme,

@@ -97,10 +97,11 @@ impl Countdown {
 /// Whether a connection that now carries its `count`th request is so near its cap that another one should be opened.
 ///
 /// A dial takes two to four round trips and a request at least one, so a few requests ahead are enough at any
-/// distance; a tenth of the cap leaves room for a handshake that waits for the processor.
+/// distance. A fifth of the cap leaves time for the dials of many connections that come near their end together to begin
+/// one after the other.
 pub(crate) fn is_near(count: u32, cap: u32) -> bool {
     // Half of a small cap: else a connection would be near its end from the beginning.
-    let ahead = (cap / 10).clamp(4, 32).min(cap / 2);
+    let ahead = (cap / 5).clamp(4, 64).min(cap / 2);
     count.saturating_add(ahead) >= cap
 }
 
@@ -175,10 +176,10 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_near_its_end_a_tenth_before_it() {
+    fn a_connection_is_near_its_end_a_fifth_before_it() {
         let first = |cap| (1..=cap).find(|&count| is_near(count, cap));
-        assert_eq!(first(100), Some(90));
-        assert_eq!(first(1000), Some(968));
+        assert_eq!(first(100), Some(80));
+        assert_eq!(first(1000), Some(936));
         assert_eq!(first(20), Some(16));
         assert_eq!(first(3), Some(2));
         assert_eq!(first(1), Some(1));

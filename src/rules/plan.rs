@@ -77,9 +77,12 @@ const REMEMBERED: usize = 1024;
 /// those by other clocks than idle ones, some after 5 s.
 const UNUSED_TRUSTED: Duration = Duration::from_secs(1);
 
-/// How long a connection that is near its end may have been idle to be used before the newest one. A longer idle one is
-/// left to grow old.
+/// How long a connection may have been idle to be used before a newer one because it has carried more. A longer idle one
+/// is left to grow old.
 const USED_UP_WITHIN: Duration = Duration::from_secs(1);
+
+/// Between two dials that are begun because connections are near their end.
+const SPARE_GAP: Duration = Duration::from_millis(1);
 
 /// A place in line. Lower ones came earlier.
 pub(crate) type Ticket = u64;
@@ -252,6 +255,8 @@ struct Origin<K, T, W> {
     ending: Vec<u64>,
     /// Dials that nobody in line asked for.
     spares: usize,
+    /// When the last of them began.
+    last_spare: Option<Instant>,
     /// Who in line calls when the pace of the dial window allows one more.
     caller: Option<Ticket>,
 }
@@ -726,7 +731,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         }
         // A server that closes after the first keeps none, and one that waits may be in its way.
         if count > 1 {
-            self.near_end(place, id, now.at, fx);
+            self.near_end(place, id, true, now.at, fx);
         }
     }
 
@@ -742,8 +747,15 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         }
     }
 
-    /// A connection in use is near its end. While there is demand, another one is opened in its place.
-    fn near_end(&mut self, place: Place, id: u64, now: Instant, fx: &mut Effects<K, T, W>) {
+    /// A connection in use is near its end, or has come to it. While there is demand, another one is opened in its place.
+    fn near_end(
+        &mut self,
+        place: Place,
+        id: u64,
+        is_last_chance: bool,
+        now: Instant,
+        fx: &mut Effects<K, T, W>,
+    ) {
         let (limits, seats) = (self.limits, self.seats);
         let is_open = self.mode == Mode::Open && limits.allow_reuse();
         let Some(origin) = self.origin(place) else {
@@ -755,14 +767,18 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         let gauges = origin.gauges();
         let usable = gauges.idle + gauges.busy + gauges.dialing;
         let usable = usable.saturating_sub(origin.ending.len());
+        // One handshake after the other: together they would hold up whoever is due meanwhile.
+        let is_apart = origin.last_spare.is_none_or(|last| now >= last + SPARE_GAP);
         // Who is in line dials for themselves.
-        let may_dial = origin.undialed.is_empty()
+        let may_dial = (is_apart || is_last_chance)
+            && origin.undialed.is_empty()
             && origin.room(&limits) > 0
             && seats < limits.connections
             && gauges.idle < limits.idle_per_origin
             && origin.leave(&limits, now) == Leave::Now;
         if is_open && may_dial && origin.demand.exceeds(usable, now) {
             origin.spares += 1;
+            origin.last_spare = Some(now);
             let dial = self.begin_dial(place, now);
             fx.spare = Some((place, dial));
         }
@@ -919,6 +935,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             demand: Demand::default(),
             ending: Vec::new(),
             spares: 0,
+            last_spare: None,
             caller: None,
         });
         self.places.insert(key.clone(), place);
@@ -951,8 +968,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         self.remembered.insert(key, (self.next, learnt));
     }
 
-    /// The newest idle connection that will do and whose time is not over; what is found over closes. Before it those
-    /// that are near their end, if they are in use at all: what is left of them is used up.
+    /// The newest idle connection that will do and whose time is not over; what is found over closes. Where connections
+    /// carry a limited number of requests, the one that has carried most, of those in use lately.
     fn take(
         &mut self,
         place: Place,
@@ -974,17 +991,22 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 Need::Young => USED_UP_WITHIN.min(rule.trusted()),
                 _ => USED_UP_WITHIN,
             };
-            let ending = match origin.ending.is_empty() {
-                true => None,
-                false => origin.shelf.take_one_of(&origin.ending, within, now),
-            };
+            let cap = origin
+                .learnt
+                .cap
+                .cap()
+                .into_iter()
+                .chain(origin.shelf.most());
+            let cap = cap.min();
+            // One after the other is used up, so that they do not come to their end together.
+            let most_used = cap.and_then(|_| origin.shelf.take_most_used(within, now));
             // What is too old for this one stays, and all others are older.
             let newest = |shelf: &mut Shelf<T>| {
                 shelf.take(now, |item, since| {
                     is_beyond(item, since) || need.is_met(item, since, now, rule)
                 })
             };
-            let mut taken = match ending {
+            let mut taken = match most_used {
                 Some(taken) => taken,
                 None => newest(&mut origin.shelf)?,
             };
@@ -999,12 +1021,11 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             origin.busy += 1;
             origin.note_demand(now.at);
             let count = taken.item.served().saturating_add(1);
-            let caps = origin.learnt.cap.cap().into_iter().chain(taken.item.most());
-            let is_near_end = caps.min().is_some_and(|cap| is_near(count, cap));
+            let is_near_end = cap.is_some_and(|cap| is_near(count, cap));
             self.idle -= 1;
             self.busy += 1;
             if is_near_end {
-                self.near_end(place, taken.item.id(), now.at, fx);
+                self.near_end(place, taken.item.id(), false, now.at, fx);
             }
             return Some((taken.item, taken.since));
         }

@@ -113,19 +113,21 @@ impl<T: Item> Shelf<T> {
         Some(Taken { item, since, over })
     }
 
-    /// Takes the most recently used of these items that is there and has been idle for less than `within`.
-    pub(crate) fn take_one_of(
-        &mut self,
-        ids: &[u64],
-        within: Duration,
-        now: Stamp,
-    ) -> Option<Taken<T>> {
-        let is_one =
-            |idle: &Idle<T>| idle.since.until(now) < within && ids.contains(&idle.item.id());
-        let at = self.idle.iter().rposition(is_one)?;
+    /// Takes the item that has carried most, of those that have been idle for less than `within`; of equals the most
+    /// recently used.
+    pub(crate) fn take_most_used(&mut self, within: Duration, now: Stamp) -> Option<Taken<T>> {
+        let recent = self.idle.iter().enumerate().rev();
+        let recent = recent.take_while(|(_, idle)| idle.since.until(now) < within);
+        // The last of equals wins, and the newest must.
+        let (at, _) = recent.max_by_key(|(at, idle)| (idle.item.served(), *at))?;
         let Idle { since, item } = self.idle.remove(at)?;
         let over = self.over(&item, since, now);
         Some(Taken { item, since, over })
+    }
+
+    /// How many requests an item may carry, where the caller says so: it is the same for all.
+    pub(crate) fn most(&self) -> Option<u32> {
+        self.idle.back().and_then(|newest| newest.item.most())
     }
 
     fn over(&self, item: &T, since: Stamp, now: Stamp) -> Option<CloseReason> {
