@@ -13,8 +13,8 @@
 //! # The rule
 //!
 //! * A dial may begin when fewer than [`size`](DialWindow::size) are unproven.
-//! * Beyond that, one may begin each [`PACE`], and more often where the window is larger, unless a handshake is late
-//!   or there was [too much loss](DialWindow::is_lossy) lately.
+//! * Beyond that, one may begin whenever none has begun or proved itself for [`PACE`], and more often where the window
+//!   is larger, unless a handshake is late or there was [too much loss](DialWindow::is_lossy) lately.
 //! * Half as many as were unproven when one was proved without loss may be so at once from then on.
 //! * Loss halves the window, though one loss alone not below its [beginning](START). Each dial that proves itself
 //!   makes up for a part of it.
@@ -40,6 +40,11 @@ const MOST: usize = 256;
 
 /// Between two dials beyond a window of its first size: 64 of them take less than two round trips over 50 ms.
 const PACE: Duration = Duration::from_millis(1);
+
+/// The same where a handshake takes less than [`NEAR`]. Nothing is proven there for no other reason than that the server
+/// thinks, or does not accept.
+const PACE_NEARBY: Duration = Duration::from_millis(2);
+const NEAR: Duration = Duration::from_millis(1);
 
 /// A handshake is the work of two kernels. One that takes longer than four of the shortest and this much was lost, or
 /// the server is too busy even for that.
@@ -127,13 +132,10 @@ impl DialWindow {
 
     /// A dial begins.
     pub(crate) fn began(&mut self, id: DialId, now: Instant) {
-        let start = u32::try_from(START).unwrap_or(1);
-        let size = u32::try_from(self.size).unwrap_or(start).max(start);
-        let gap = PACE * start / size;
         // What was not used in time is lost, but for a timer that was late.
         let due = self.paced.unwrap_or(now).max(now - 2 * PACE);
         let is_within = self.unproven.len() < self.size;
-        self.paced = Some(if is_within { now } else { due } + gap);
+        self.paced = Some(if is_within { now } else { due } + self.gap());
         self.unproven.push(Dial {
             id,
             began: now,
@@ -157,6 +159,7 @@ impl DialWindow {
             return;
         }
         self.proofs += 1;
+        self.paced = self.paced.max(Some(now + self.gap()));
         self.loss = self.loss.saturating_sub(1);
         if self.loss == 0 || !self.is_recent(now) {
             self.loss = 0;
@@ -184,6 +187,14 @@ impl DialWindow {
     /// The dial is over, or has taken so long that it says nothing any more.
     pub(crate) fn ended(&mut self, id: DialId) {
         self.take(id);
+    }
+
+    fn gap(&self) -> Duration {
+        let start = u32::try_from(START).unwrap_or(1);
+        let size = u32::try_from(self.size).unwrap_or(start).max(start);
+        let is_near = self.handshake.is_some_and(|shortest| shortest < NEAR);
+        let pace = if is_near { PACE_NEARBY } else { PACE };
+        pace * start / size
     }
 
     fn take(&mut self, id: DialId) -> bool {
@@ -316,6 +327,29 @@ mod tests {
         assert_eq!(dial(&mut window, 40, now + ms(100), ms(0)), 20);
         // And the pace is as much faster: five in a millisecond.
         assert_eq!(dial(&mut window, 60, now + ms(100), ms(10)), 50);
+    }
+
+    #[test]
+    fn nearby_the_pace_is_half_as_fast() {
+        let (mut window, now) = (DialWindow::default(), now());
+        window.began(100, now);
+        window.connected(100, Duration::from_micros(50));
+        window.ended(100);
+        dial(&mut window, 0, now, ms(0));
+        for id in 0..4 {
+            window.connected(id, ms(1));
+        }
+        assert_eq!(window.leave(now), Leave::At(now + ms(2)));
+    }
+
+    #[test]
+    fn each_proof_puts_the_pace_off() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(1));
+        assert_eq!(window.unproven.len(), 5);
+        let later = now + Duration::from_micros(1_500);
+        proven(&mut window, 0..1, later);
+        assert_eq!(window.leave(later), Leave::At(later + PACE));
     }
 
     #[test]

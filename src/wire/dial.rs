@@ -253,15 +253,18 @@ impl Dialer {
     {
         let mut running: Vec<Attempt<C>> = Vec::new();
         let mut last = io::Error::new(io::ErrorKind::NotFound, "no address");
-        let mut may_repeat = self.books.is_near(origin);
+        let mut may_repeat = true;
         let mut is_late = false;
         loop {
             let next = match order.next() {
                 // The last one is being tried for far longer than a handshake takes there.
                 None if std::mem::take(&mut is_late) && may_repeat => {
                     may_repeat = false;
-                    stage.report(Sign::Lost);
-                    running.last().map(|attempt| Arc::clone(&attempt.address))
+                    let again = running.last().filter(|_| self.books.is_near(origin));
+                    again.map(|attempt| {
+                        stage.report(Sign::Lost);
+                        Arc::clone(&attempt.address)
+                    })
                 }
                 next => next,
             };
@@ -329,8 +332,11 @@ impl Dialer {
         if state.is_some_and(|state| state.has_lost) {
             stage.report(Sign::Lost);
         } else {
-            self.books.connected(origin, attempt);
-            stage.report(Sign::Connected(attempt));
+            // The kernel knows it better than a task that may have been woken late.
+            let handshake = state.map(|state| state.rtt).filter(|rtt| !rtt.is_zero());
+            let handshake = handshake.unwrap_or(attempt);
+            self.books.connected(origin, handshake);
+            stage.report(Sign::Connected(handshake));
         }
         self.options.apply(&socket);
         let meter = Meter::new(Arc::clone(counters), origin.is_https());
