@@ -70,8 +70,10 @@ impl Scale {
     }
 }
 
-/// By name.
-pub(crate) const SCENARIOS: &[(&str, fn(&Scale))] = &[
+/// A name, and what runs by it.
+type Scenario = (&'static str, fn(&Scale));
+
+pub(crate) const SCENARIOS: &[Scenario] = &[
     ("idle", idle),
     ("timeout_sweep", timeout_sweep),
     ("cap", cap),
@@ -97,24 +99,26 @@ pub(crate) fn reuse(tally: &Tally) -> String {
     format!("{:.1}", tally.reuse_percent())
 }
 
-/// Six shapes, with gaps around the server's idle timeout.
-fn around(timeout: Duration) -> [Shape; 6] {
+/// Seven kinds of traffic, with gaps around the server's idle timeout.
+fn around(timeout: Duration) -> [(&'static str, Shape); 7] {
+    let just_before = timeout.mul_f64(0.97);
+    let bursts = Shape::Bursts {
+        size: 8,
+        pause: timeout.mul_f64(0.7),
+    };
+    let on_off = Shape::OnOff {
+        gap: timeout / 10,
+        on: timeout * 2,
+        off: timeout * 2,
+    };
     [
-        Shape::Regular {
-            gap: timeout.mul_f64(0.97),
-        },
-        Shape::Poisson { gap: timeout / 4 },
-        Shape::Poisson { gap: timeout },
-        Shape::Bursts {
-            size: 8,
-            pause: timeout.mul_f64(0.7),
-        },
-        Shape::OnOff {
-            gap: timeout / 10,
-            on: timeout * 2,
-            off: timeout * 2,
-        },
-        Shape::Day { gap: timeout / 3 },
+        ("regular_before", Shape::Regular { gap: just_before }),
+        ("regular_at", Shape::Regular { gap: timeout }),
+        ("poisson", Shape::Poisson { gap: timeout / 4 }),
+        ("poisson_sparse", Shape::Poisson { gap: timeout }),
+        ("bursts", bursts),
+        ("on_off", on_off),
+        ("day", Shape::Day { gap: timeout / 3 }),
     ]
 }
 
@@ -134,12 +138,7 @@ fn idle(scale: &Scale) {
     let requests = scale.pick(5_000, 400);
     let (mut by_server, mut by_shape, mut all) = (Sums::new(), Sums::new(), Sums::new());
     for server in SERVERS {
-        for (number, shape) in around(server.scale()).into_iter().enumerate() {
-            // Two of them are Poisson.
-            let shape_name = match number {
-                2 => "poisson_sparse",
-                _ => shape.name(),
-            };
+        for (shape_name, shape) in around(server.scale()) {
             for (at, policy) in Policy::ALL.into_iter().enumerate() {
                 let setup = Setup {
                     policy,

@@ -25,18 +25,6 @@ pub(crate) enum Shape {
     Day { gap: Duration },
 }
 
-impl Shape {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Shape::Regular { .. } => "regular",
-            Shape::Poisson { .. } => "poisson",
-            Shape::Bursts { .. } => "bursts",
-            Shape::OnOff { .. } => "on_off",
-            Shape::Day { .. } => "day",
-        }
-    }
-}
-
 /// One request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival {

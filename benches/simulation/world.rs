@@ -271,7 +271,8 @@ struct Link {
     closes: Option<Time>,
     /// When the client's task sees that.
     fin: Option<Time>,
-    watches_fin: bool,
+    /// When it looks for that next.
+    looks: Option<Time>,
     request: Option<u64>,
     /// How long it had been idle before its exchange.
     idle: Option<Duration>,
@@ -906,24 +907,30 @@ impl World {
         if let Some(link) = self.links.get_mut(&id) {
             link.closes = closes;
             link.fin = fin;
-            // One event at a time for each connection.
-            if let (Some(fin), false) = (fin, link.watches_fin) {
-                link.watches_fin = true;
+            // One event for each connection is enough, if it does not come too late.
+            if let Some(fin) = fin
+                && link.looks.is_none_or(|looks| fin < looks)
+            {
+                link.looks = Some(fin);
                 self.schedule_at(fin, Event::Fin(id));
             }
         }
     }
 
     fn fin_arrives(&mut self, id: u64) {
+        let now = self.now;
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        link.watches_fin = false;
+        if link.looks != Some(now) {
+            return;
+        }
+        link.looks = None;
         let (fin, state) = (link.fin, link.state);
         let (origin, place) = (link.origin, link.by.place);
         match fin {
-            Some(fin) if fin > self.now => {
-                link.watches_fin = true;
+            Some(fin) if fin > now => {
+                link.looks = Some(fin);
                 self.schedule_at(fin, Event::Fin(id));
             }
             Some(_) if state == State::Idle => {
@@ -1007,7 +1014,7 @@ impl World {
             epoch: 0,
             closes: None,
             fin: None,
-            watches_fin: false,
+            looks: None,
             request: None,
             idle: None,
             announced: None,
