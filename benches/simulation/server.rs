@@ -10,6 +10,8 @@ enum Clock {
     Late(Duration),
     /// By up to so much too early.
     Early(Duration),
+    /// Several servers behind one name, of which every fourth closes after this time.
+    Mixed(Duration),
 }
 
 /// What a server says of how many requests a connection carries.
@@ -151,6 +153,13 @@ pub(crate) const SERVERS: &[Server] = &[
         cap: Some(100),
         ..NEVER_CLOSES
     },
+    // A balancer before servers of two configurations.
+    Server {
+        name: "mixed_60s_5s",
+        idle: secs(60),
+        clock: Clock::Mixed(ms(5_000)),
+        ..NEVER_CLOSES
+    },
     // On a tick of ten seconds.
     Server {
         name: "jdk",
@@ -193,12 +202,19 @@ impl Server {
         self.idle.unwrap_or(ms(60_000))
     }
 
-    /// How long it keeps this connection, idle from now on. `None`: for ever.
-    pub(crate) fn keeps(&self, is_unused: bool, rng: &mut fastrand::Rng) -> Option<Duration> {
+    /// How long it keeps the connection of this number, idle from now on. `None`: for ever.
+    pub(crate) fn keeps(
+        &self,
+        number: u64,
+        is_unused: bool,
+        rng: &mut fastrand::Rng,
+    ) -> Option<Duration> {
         let timeout = if is_unused { self.unused } else { self.idle }?;
         Some(match self.clock {
             Clock::Late(most) => timeout + most.mul_f64(rng.f64()),
             Clock::Early(most) => timeout - most.mul_f64(rng.f64()),
+            Clock::Mixed(other) if number.is_multiple_of(4) => other,
+            Clock::Mixed(_) => timeout,
         })
     }
 

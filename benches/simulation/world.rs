@@ -546,9 +546,10 @@ impl World {
     }
 
     /// When the server closes a connection that is idle from then on.
-    fn closing_time(&mut self, origin: u32, since: Time, is_unused: bool) -> Option<Time> {
+    fn closing_time(&mut self, id: u64, since: Time, is_unused: bool) -> Option<Time> {
+        let origin = self.links.get(&id)?.origin;
         let (server, epoch) = self.server(origin, since);
-        let keeps = server.keeps(is_unused, &mut self.rng);
+        let keeps = server.keeps(id, is_unused, &mut self.rng);
         let redeploy = self.setup.redeploys.get(epoch).map(|(time, _)| *time);
         keeps
             .map(|keeps| since + keeps)
@@ -864,7 +865,7 @@ impl World {
             self.close(id, self.setup.rtt);
             return;
         }
-        let closes = self.closing_time(origin, sent, false);
+        let closes = self.closing_time(id, sent, false);
         self.set_closing(id, closes, server.hidden);
         self.set_state(id, State::Idle);
         self.event(origin, |plan, now, fx| {
@@ -1159,7 +1160,7 @@ impl World {
             self.schedule(FIRST_REPEAT, Event::ProofDue(id, false));
             self.schedule(PROOF_PATIENCE, Event::ProofDue(id, true));
         }
-        let closes = self.closing_time(origin, now, true);
+        let closes = self.closing_time(id, now, true);
         let (server, epoch) = self.server(origin, now);
         if let Some(link) = self.links.get_mut(&id) {
             link.epoch = epoch;
