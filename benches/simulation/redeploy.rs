@@ -92,6 +92,10 @@ pub(crate) fn redeploy(scale: &Scale) {
                     .collect();
                 let mut cells = vec![change.to_owned(), shape_name.to_owned()];
                 cells.extend(summary(&looked_at, undisturbed.tally()));
+                if change.ends_with("-> 5 s") {
+                    // What was trusted before must not be any more.
+                    cells[6..9].fill("-".to_owned());
+                }
                 table.row(cells);
             }
         }

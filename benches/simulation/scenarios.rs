@@ -307,12 +307,14 @@ pub(crate) fn count(number: u64) -> f64 {
     f64::from(u32::try_from(number).unwrap_or(u32::MAX))
 }
 
-/// Under the limits of `Pool::new`: 64 connections to an origin, 512 in all, 256 of them idle.
+/// Under the limits of `Pool::new`, 64 connections to an origin, 512 in all and 256 of them idle; and where these are
+/// short, four times as many.
 fn origins(scale: &Scale) {
     let requests = scale.pick(200_000, 10_000);
     let mut table = Table::new(&[
         "origins",
         "traffic",
+        "idle limit",
         "reuse %",
         "stale of 10,000 unkeyed",
         "dials",
@@ -320,17 +322,22 @@ fn origins(scale: &Scale) {
         "at most",
         "origins learnt of",
     ]);
+    let day = Shape::Day {
+        gap: secs(24 * 60 * 60).div_f64(count(requests)),
+    };
+    let busy = Shape::Poisson { gap: ms(10) };
     for origins in [1, 100, 10_000, 100_000] {
-        let day = Shape::Day {
-            gap: secs(24 * 60 * 60).div_f64(count(requests)),
-        };
-        for (name, shape) in [
-            ("day", day),
-            ("poisson_10ms", Shape::Poisson { gap: ms(10) }),
-        ] {
+        for (name, shape, times) in [("day", day, 1), ("busy", busy, 1), ("busy", busy, 4)] {
+            let base = scale.setup(Server::never_closes());
+            let limits = Limits {
+                connections: base.limits.connections * times,
+                idle: base.limits.idle * times,
+                ..base.limits
+            };
             let setup = Setup {
                 servers: SERVERS.to_vec(),
-                ..scale.setup(Server::never_closes())
+                limits,
+                ..base
             };
             let traffic = scale.traffic(shape, requests).over(origins);
             let mut world = World::new(setup, traffic);
@@ -340,11 +347,13 @@ fn origins(scale: &Scale) {
             let tally = world.tally();
             Line::new("origins", "all", name)
                 .with("origins", origins)
+                .with("max_idle", limits.idle)
                 .with("learnt_of", learnt)
                 .print(tally, scale.seed);
             table.row(vec![
                 origins.to_string(),
                 name.to_owned(),
+                limits.idle.to_string(),
                 reuse(tally),
                 stale_of_10_000(tally),
                 tally.dials().to_string(),
