@@ -13,15 +13,16 @@
 //! # The rule
 //!
 //! * A dial may begin when fewer than [`size`](DialWindow::size) are unproven.
-//! * Beyond that, one may begin whenever none has begun or proved itself for [`PACE`], and more often where the window
-//!   is larger, unless a handshake is late or there was [too much loss](DialWindow::is_lossy) lately.
-//! * Half as many as were unproven when one was proved without loss may be so at once from then on.
-//! * Loss halves the window, though one loss alone not below its [beginning](START). Each dial that proves itself
-//!   makes up for a part of it.
+//! * Beyond that, one may begin whenever none has begun or proved itself for [`PACE`], unless a handshake is late or there
+//!   was [too much loss](DialWindow::is_lossy) lately.
+//! * The window grows by each dial that is proved as soon as the distance allows, up to [`PROMPT_MOST`]: nobody stood in
+//!   a queue there. And half as many as were unproven when one was proved without loss may be so at once from then on.
+//! * Loss halves the window, though not below its [beginning](START). Each dial that proves itself makes up for a part of
+//!   it.
 //!
 //! # Invariants
 //!
-//! * At least [`LEAST`] dials may be unproven, whatever happens: an origin is never cut off.
+//! * At least [`START`] dials may be unproven, whatever happens: an origin is never cut off.
 //! * Every dial that began ends by one of [`proven`](DialWindow::proven), [`lost`](DialWindow::lost) and
 //!   [`ended`](DialWindow::ended); what ends twice or was never begun changes nothing.
 
@@ -32,13 +33,16 @@ use crate::clock::Instant;
 /// Unproven dials at the beginning. Of a queue of five, four at a time lost none, eight lost some.
 const START: usize = 4;
 
-/// After loss.
-const LEAST: usize = 2;
+/// A proof takes two round trips. One that takes no longer than three handshakes and this much has not waited.
+const PROMPT: Duration = Duration::from_micros(250);
+
+/// What prompt proofs alone make of the window.
+const PROMPT_MOST: usize = 8;
 
 /// The largest window.
 const MOST: usize = 256;
 
-/// Between two dials beyond a window of its first size: 64 of them take less than two round trips over 50 ms.
+/// Between two dials beyond the window: 64 of them take less than two round trips over 50 ms.
 const PACE: Duration = Duration::from_millis(1);
 
 /// The same where a handshake takes less than [`NEAR`]. Nothing is proven there for no other reason than that the server
@@ -50,11 +54,14 @@ const NEAR: Duration = Duration::from_millis(1);
 /// the server is too busy even for that.
 const LATE: Duration = Duration::from_millis(3);
 
-/// How many proven dials make up for a lost one.
-const FORGIVING: u32 = 32;
+/// For so long it stops the pace. The kernel repeats a SYN after a second, and one may be any packet on any network.
+const LATE_COUNTS: Duration = Duration::from_millis(100);
 
-/// So much loss, in lost dials not made up for, ends the pace. One alone may be any packet on any network.
-const TOO_MUCH: u32 = 2;
+/// How many proven dials make up for a lost one.
+const FORGIVING: u32 = 8;
+
+/// So much loss, in lost dials not made up for, ends the pace. Less may be any packets on any network.
+const TOO_MUCH: u32 = 4;
 
 /// After so long without a loss there was none.
 const FORGOTTEN: Duration = Duration::from_secs(60);
@@ -75,8 +82,6 @@ pub(crate) enum Leave {
     Now,
     /// Then, if nothing happens before.
     At(Instant),
-    /// Once something has happened to another one.
-    Later,
 }
 
 /// The dials to one origin that have not proved themselves, and what was learnt from those before.
@@ -117,14 +122,10 @@ impl DialWindow {
         if self.unproven.len() < self.size {
             return Leave::Now;
         }
-        if self.is_late(now) {
-            return Leave::Later;
-        }
-        if self.is_lossy(now) {
-            let forgotten = self.last_loss.map(|at| at + FORGOTTEN);
-            return forgotten.map_or(Leave::Later, Leave::At);
-        }
-        match self.paced {
+        let forgotten = self.last_loss.filter(|_| self.is_lossy(now));
+        let forgotten = forgotten.map(|at| at + FORGOTTEN);
+        let allowed = [self.paced, self.late_until(now), forgotten];
+        match allowed.into_iter().flatten().max() {
             Some(at) if at > now => Leave::At(at),
             _ => Leave::Now,
         }
@@ -155,14 +156,21 @@ impl DialWindow {
     /// The server has sent something.
     pub(crate) fn proven(&mut self, id: DialId, now: Instant) {
         let at_once = self.unproven.len();
-        if !self.take(id) {
+        let Some(dial) = self.take(id) else {
             return;
-        }
+        };
         self.proofs += 1;
         self.paced = self.paced.max(Some(now + self.gap()));
         self.loss = self.loss.saturating_sub(1);
         if self.loss == 0 || !self.is_recent(now) {
             self.loss = 0;
+            let took = now.saturating_duration_since(dial.began);
+            let is_prompt = self
+                .handshake
+                .is_some_and(|shortest| took <= 3 * shortest + PROMPT);
+            if is_prompt && self.size < PROMPT_MOST {
+                self.size += 1;
+            }
             let proven = (at_once / 2).min(MOST);
             self.size = self.size.max(START).max(proven);
         }
@@ -170,7 +178,7 @@ impl DialWindow {
 
     /// The dial has lost a packet. `true` if that is news: for each dial it is so once.
     pub(crate) fn lost(&mut self, id: DialId, now: Instant) -> bool {
-        if !self.take(id) {
+        if self.take(id).is_none() {
             return false;
         }
         if !self.is_recent(now) {
@@ -179,8 +187,7 @@ impl DialWindow {
         self.losses += 1;
         self.last_loss = Some(now);
         self.loss = self.loss.saturating_add(FORGIVING);
-        let floor = if self.is_lossy(now) { LEAST } else { START };
-        self.size = (self.size / 2).max(floor).min(self.size);
+        self.size = (self.size / 2).max(START);
         true
     }
 
@@ -190,26 +197,24 @@ impl DialWindow {
     }
 
     fn gap(&self) -> Duration {
-        let start = u32::try_from(START).unwrap_or(1);
-        let size = u32::try_from(self.size).unwrap_or(start).max(start);
         let is_near = self.handshake.is_some_and(|shortest| shortest < NEAR);
-        let pace = if is_near { PACE_NEARBY } else { PACE };
-        pace * start / size
+        if is_near { PACE_NEARBY } else { PACE }
     }
 
-    fn take(&mut self, id: DialId) -> bool {
-        let at = self.unproven.iter().position(|dial| dial.id == id);
-        at.map(|at| self.unproven.remove(at)).is_some()
+    fn take(&mut self, id: DialId) -> Option<Dial> {
+        let at = self.unproven.iter().position(|dial| dial.id == id)?;
+        Some(self.unproven.remove(at))
     }
 
-    /// A handshake takes too long.
-    fn is_late(&self, now: Instant) -> bool {
-        let Some(shortest) = self.handshake else {
-            // How long one takes there is not known yet.
-            return false;
-        };
-        let pending = self.unproven.iter().find(|dial| !dial.connected);
-        pending.is_some_and(|dial| now > dial.began + 4 * shortest + LATE)
+    /// Until when a handshake that takes too long stops the pace, if one does.
+    fn late_until(&self, now: Instant) -> Option<Instant> {
+        // Without that it is not known yet how long one takes there.
+        let patience = 4 * self.handshake? + LATE;
+        let old = self.unproven.iter();
+        let old = old.take_while(|dial| now > dial.began + patience);
+        let late = old.filter(|dial| !dial.connected);
+        let until = late.map(|dial| dial.began + patience + LATE_COUNTS);
+        until.last().filter(|&until| until > now)
     }
 
     /// Whether so much was lost lately that it is no accident.
@@ -259,7 +264,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// Dials as fast as it may until so many are unproven or time is up. Gives how many there are then.
+    /// Dials as fast as it may until time is up. Gives how many have begun.
     fn dial(window: &mut DialWindow, from: DialId, start: Instant, time: Duration) -> u64 {
         let (mut id, mut now) = (from, start);
         loop {
@@ -269,15 +274,24 @@ mod tests {
                     id += 1;
                 }
                 Leave::At(at) if at <= start + time => now = at,
-                _ => return id - from,
+                Leave::At(_) => return id - from,
             }
         }
     }
 
-    fn proven(window: &mut DialWindow, ids: impl Iterator<Item = DialId>, now: Instant) {
+    /// These have shaken hands in so long.
+    fn connected(window: &mut DialWindow, ids: std::ops::Range<DialId>, took: Duration) {
+        ids.for_each(|id| window.connected(id, took));
+    }
+
+    fn proven(window: &mut DialWindow, ids: std::ops::Range<DialId>, now: Instant) {
+        ids.for_each(|id| window.proven(id, now));
+    }
+
+    fn lost(window: &mut DialWindow, ids: std::ops::Range<DialId>, now: Instant) {
         for id in ids {
-            window.connected(id, ms(50));
-            window.proven(id, now);
+            window.began(id, now);
+            assert!(window.lost(id, now));
         }
     }
 
@@ -290,56 +304,22 @@ mod tests {
     }
 
     #[test]
-    fn a_dial_that_has_proved_itself_makes_place_for_the_next() {
-        let (mut window, now) = (DialWindow::default(), now());
-        dial(&mut window, 0, now, ms(0));
-        proven(&mut window, 0..2, now);
-        assert_eq!(dial(&mut window, 4, now, ms(0)), 2);
-    }
-
-    /// Over 50 ms nothing is proven for 100 ms: by then all of 64 have begun.
-    #[test]
-    fn a_burst_of_64_to_a_distant_server_begins_within_two_round_trips() {
-        let (mut window, now) = (DialWindow::default(), now());
-        assert_eq!(dial(&mut window, 0, now, ms(60)), 64);
-    }
-
-    #[test]
-    fn a_handshake_that_is_late_stops_the_pace_until_it_is_over() {
-        let (mut window, now) = (DialWindow::default(), now());
-        dial(&mut window, 0, now, ms(0));
-        for id in 0..3 {
-            window.connected(id, ms(1));
-        }
-        // The fourth has four of the shortest, and 3 ms.
-        assert_eq!(window.leave(now + ms(7)), Leave::Now);
-        assert_eq!(window.leave(now + ms(8)), Leave::Later);
-        window.connected(3, ms(9));
-        assert_eq!(window.leave(now + ms(9)), Leave::Now);
-    }
-
-    #[test]
-    fn what_was_proven_at_once_may_be_half_as_many_at_once_from_then_on() {
-        let (mut window, now) = (DialWindow::default(), now());
-        dial(&mut window, 0, now, ms(36));
-        proven(&mut window, 0..40, now + ms(100));
-        assert_eq!(window.size(), 20);
-        assert_eq!(dial(&mut window, 40, now + ms(100), ms(0)), 20);
-        // And the pace is as much faster: five in a millisecond.
-        assert_eq!(dial(&mut window, 60, now + ms(100), ms(10)), 50);
-    }
-
-    #[test]
     fn nearby_the_pace_is_half_as_fast() {
         let (mut window, now) = (DialWindow::default(), now());
         window.began(100, now);
         window.connected(100, Duration::from_micros(50));
         window.ended(100);
         dial(&mut window, 0, now, ms(0));
-        for id in 0..4 {
-            window.connected(id, ms(1));
-        }
+        connected(&mut window, 0..4, ms(0));
         assert_eq!(window.leave(now), Leave::At(now + ms(2)));
+    }
+
+    #[test]
+    fn a_dial_that_has_proved_itself_makes_place_for_the_next() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(0));
+        proven(&mut window, 0..2, now + ms(90));
+        assert_eq!(dial(&mut window, 4, now + ms(90), ms(0)), 2);
     }
 
     #[test]
@@ -352,57 +332,102 @@ mod tests {
         assert_eq!(window.leave(later), Leave::At(later + PACE));
     }
 
+    /// Over 50 ms nothing is proven for 100 ms: by then all of 64 have begun.
     #[test]
-    fn one_loss_halves_the_window_but_not_below_its_beginning() {
+    fn a_burst_of_64_to_a_distant_server_begins_within_two_round_trips() {
         let (mut window, now) = (DialWindow::default(), now());
-        dial(&mut window, 0, now, ms(36));
-        proven(&mut window, 0..40, now);
-        window.began(40, now);
-        assert!(window.lost(40, now));
-        assert_eq!(window.size(), 10);
-        let mut window = DialWindow::default();
-        window.began(0, now);
-        window.lost(0, now);
-        assert_eq!(window.size(), START);
-        assert!(!window.is_lossy(now), "any packet on any network");
-        assert!(!window.lost(0, now), "each dial once");
+        assert_eq!(dial(&mut window, 0, now, ms(60)), 64);
     }
 
     #[test]
-    fn two_losses_end_the_pace_and_halve_the_window_to_two() {
+    fn a_handshake_that_is_late_stops_the_pace_for_a_while_or_until_it_is_over() {
         let (mut window, now) = (DialWindow::default(), now());
         dial(&mut window, 0, now, ms(0));
-        window.lost(0, now);
-        window.lost(1, now);
-        assert_eq!(window.size(), 2);
-        assert!(window.is_lossy(now));
-        assert_eq!(window.leave(now), Leave::At(now + FORGOTTEN));
-        proven(&mut window, 2..3, now);
-        assert_eq!(window.leave(now), Leave::Now, "one of two is unproven");
+        connected(&mut window, 0..3, ms(1));
+        // The fourth has four of the shortest, and 3 ms.
+        assert_eq!(window.leave(now + ms(7)), Leave::Now);
+        let until = Leave::At(now + ms(7) + LATE_COUNTS);
+        assert_eq!(window.leave(now + ms(8)), until);
+        let mut over = window.clone();
+        over.connected(3, ms(9));
+        assert_eq!(over.leave(now + ms(9)), Leave::Now);
+        assert_eq!(window.leave(now + ms(7) + LATE_COUNTS), Leave::Now);
     }
 
     #[test]
-    fn what_proves_itself_makes_up_for_a_loss_and_so_does_time() {
-        let (mut window, start) = (DialWindow::default(), now());
-        for id in 0..2 {
-            window.began(id, start);
-            window.lost(id, start);
-        }
-        let mut later = window.clone();
-        for id in 2..66 {
-            assert_eq!(window.size(), 2, "{id}");
-            window.began(id, start);
-            proven(&mut window, id..=id, start);
-        }
-        assert_eq!((window.size(), window.is_lossy(start)), (START, false));
+    fn what_was_proven_at_once_may_be_half_as_many_at_once_from_then_on() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(36));
+        connected(&mut window, 0..40, ms(1));
+        proven(&mut window, 0..40, now + ms(90));
+        assert_eq!(window.size(), 20);
+        assert_eq!(dial(&mut window, 40, now + ms(100), ms(0)), 20);
+    }
 
-        later.began(2, start + FORGOTTEN);
-        proven(&mut later, 2..3, start + FORGOTTEN);
-        assert_eq!(later.size(), START);
+    /// Two round trips: nobody stood in a queue.
+    #[test]
+    fn prompt_proofs_make_the_window_larger_up_to_a_bound() {
+        let (mut window, now) = (DialWindow::default(), now());
+        for id in 0..20 {
+            window.began(id, now);
+            window.connected(id, ms(10));
+            window.proven(id, now + ms(20));
+        }
+        assert_eq!(window.size(), PROMPT_MOST);
+
+        let mut slow = DialWindow::default();
+        for id in 0..20 {
+            slow.began(id, now);
+            slow.connected(id, ms(10));
+            slow.proven(id, now + ms(31));
+        }
+        assert_eq!(slow.size(), START);
+    }
+
+    #[test]
+    fn loss_halves_the_window_but_not_below_its_beginning() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(36));
+        proven(&mut window, 0..40, now + ms(90));
+        for (id, size) in [(40, 10), (41, 5), (42, 4), (43, 4)] {
+            lost(&mut window, id..id + 1, now);
+            assert_eq!(window.size(), size);
+        }
+        assert!(!window.lost(43, now), "each dial once");
+    }
+
+    #[test]
+    fn four_losses_end_the_pace_and_three_may_be_any_packets() {
+        let (mut window, now) = (DialWindow::default(), now());
+        lost(&mut window, 0..3, now);
+        assert!(!window.is_lossy(now));
+        lost(&mut window, 3..4, now);
+        assert!(window.is_lossy(now));
+        dial(&mut window, 4, now, ms(100));
+        assert_eq!(window.unproven.len(), 4);
+        assert_eq!(window.leave(now + ms(100)), Leave::At(now + FORGOTTEN));
+        proven(&mut window, 4..5, now + ms(100));
+        assert_eq!(window.leave(now + ms(100)), Leave::Now, "one of four");
+    }
+
+    #[test]
+    fn what_proves_itself_makes_up_for_loss_and_so_does_time() {
+        let (mut window, start) = (DialWindow::default(), now());
+        lost(&mut window, 0..4, start);
+        for id in 4..12 {
+            assert!(window.is_lossy(start), "{id}");
+            window.began(id, start);
+            window.proven(id, start);
+        }
+        assert!(!window.is_lossy(start));
+
+        let (mut window, start) = (DialWindow::default(), now());
+        lost(&mut window, 0..4, start);
+        assert!(!window.is_lossy(start + FORGOTTEN));
     }
 
     proptest! {
-        /// Whatever happens: an origin is never cut off, the window stays within its bounds, and where nobody is on
+        /// Whatever happens: an origin is never cut off, the window stays within its bounds, and where few are on
         /// the way one may begin.
         #[test]
         fn an_origin_is_never_cut_off(
@@ -422,8 +447,8 @@ mod tests {
                         next += 1;
                     }
                 }
-                prop_assert!((LEAST..=MOST).contains(&window.size()));
-                prop_assert!(window.unproven.len() >= LEAST || window.leave(now) == Leave::Now);
+                prop_assert!((START..=MOST).contains(&window.size()));
+                prop_assert!(window.unproven.len() >= START || window.leave(now) == Leave::Now);
                 if let Leave::At(at) = window.leave(now) {
                     prop_assert!(at > now);
                 }

@@ -9,7 +9,7 @@
 //! * With nothing known, an age of [`UNKNOWN`] is trusted.
 //! * An idle connection that was seen open at some age shows that the server waits for longer than that: from then
 //!   on that age is trusted.
-//! * An announced timeout is trusted less a [`margin`], and the age at which the server was seen to close less a
+//! * An announced timeout, less [a little](margin_for_all), is the limit. It is trusted less a [`margin`], and the age at which the server was seen to close less a
 //!   [`margin_of_close`]. They cap everything: the shortest close of the last [`CLOSES`] counts, at once.
 //! * A server that has changed its mind upwards is believed slowly: when it has closed [`CLOSES`] times later, or when
 //!   connections were seen open at more than that age [`CONTRADICTIONS`] times.
@@ -23,7 +23,7 @@ use crate::profile::Source;
 const UNKNOWN: Duration = Duration::from_secs(1);
 
 /// How many of the last closes are remembered.
-const CLOSES: usize = 8;
+const CLOSES: usize = 4;
 
 /// A connection that is closed sooner than this was closed behind an answer, and by no idle timeout.
 const BEHIND_AN_ANSWER: Duration = Duration::from_millis(100);
@@ -34,6 +34,12 @@ const AGREE: u32 = 8;
 /// How often connections must be seen open at an age at which the server has closed before that close is forgotten.
 /// Several servers behind one name may each have their own timeout, so once is not enough.
 const CONTRADICTIONS: u32 = 64;
+
+/// How much earlier than announced no request is sent any more. One that may be repeated comes to no harm by a close, but
+/// costs a round trip more than a dial. But not more than half.
+fn margin_for_all(time: Duration) -> Duration {
+    Duration::from_millis(500).min(time / 2)
+}
 
 /// How much earlier than announced a server may close: its clock may tick in seconds, and our request takes half a round
 /// trip. A second or a fifth, but not more than half.
@@ -119,14 +125,15 @@ impl IdleRule {
     pub(crate) fn trusted(&self) -> Duration {
         let trusted = self.open.map_or(UNKNOWN, |open| open.max(UNKNOWN));
         let closes = self.shortest_close().map(Close::trusted);
-        let known = self.limit().into_iter().chain(closes);
+        let announced = self.announced.map(|time| time - margin(time));
+        let known = announced.into_iter().chain(closes);
         known.fold(trusted, Duration::min)
     }
 
     /// Where the trusted age comes from.
     pub(crate) fn source(&self) -> Source {
         let trusted = self.trusted();
-        if self.limit() == Some(trusted) {
+        if self.announced.map(|time| time - margin(time)) == Some(trusted) {
             return Source::Hint;
         }
         let close = self.shortest_close().map(Close::trusted);
@@ -138,7 +145,7 @@ impl IdleRule {
 
     /// The age from which on an idle connection is not used for any request.
     pub(crate) fn limit(&self) -> Option<Duration> {
-        self.announced.map(|time| time - margin(time))
+        self.announced.map(|time| time - margin_for_all(time))
     }
 
     pub(crate) fn announced(&self) -> Option<Duration> {
@@ -214,12 +221,18 @@ mod tests {
     /// Node announces 5 and closes at 6, Squid closes after 0.65 of 1: less a margin in both cases.
     #[test]
     fn an_announced_timeout_limits_all_requests_less_a_margin() {
-        for (announced, limit) in [(5.0, 4.0), (60.0, 48.0), (1.0, 0.5), (2.0, 1.0), (0.0, 0.0)] {
+        for (announced, limit, trusted) in [
+            (5.0, 4.5, 4.0),
+            (60.0, 59.5, 48.0),
+            (1.0, 0.5, 0.5),
+            (2.0, 1.5, 1.0),
+            (0.0, 0.0, 0.0),
+        ] {
             let mut rule = IdleRule::default();
             rule.open(seconds(3_600.0));
             rule.announce(seconds(announced));
             assert_eq!(rule.limit(), Some(seconds(limit)), "{announced}");
-            assert_eq!(rule.trusted(), seconds(limit), "{announced}");
+            assert_eq!(rule.trusted(), seconds(trusted), "{announced}");
         }
     }
 

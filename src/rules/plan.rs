@@ -1189,7 +1189,6 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                     self.starved.insert((ticket, place));
                 }
                 Leave::At(at) => origin.have_called(at, place, fx),
-                Leave::Later => {}
             }
             return;
         }

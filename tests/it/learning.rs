@@ -91,9 +91,9 @@ async fn an_age_at_which_a_connection_was_seen_open_is_trusted_from_then_on() {
 #[tokio::test]
 async fn an_announced_timeout_shortens_the_reuse_less_a_margin() {
     for (announced, age, reused) in [
-        ("timeout=5", 3.9, true),
-        ("timeout=5", 4.1, false),
-        ("timeout=5, max=100", 4.5, false),
+        ("timeout=5", 4.4, true),
+        ("timeout=5", 4.6, false),
+        ("timeout=5, max=100", 4.6, false),
         ("timeout=999999", 89.0, true),
         ("timeout=999999", 90.0, false),
         ("timeout=abc", 89.0, true),
