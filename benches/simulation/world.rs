@@ -18,9 +18,7 @@ use std::time::Duration;
 use crate::clock::{Instant, Stamp, stamp};
 use crate::rules::cap::Countdown;
 use crate::rules::learnt::Learnt;
-use crate::rules::plan::{
-    Answer, Asks, Dialer, Effects, Limits, NOBODY, Need, Place, Plan, Told, Word,
-};
+use crate::rules::plan::{Answer, Asks, Dialer, Effects, Limits, NOBODY, Need, Plan, Told, Word};
 use crate::rules::shelf::{Expiry, Item};
 use crate::server::Server;
 use crate::stats::CloseReason;
@@ -279,6 +277,8 @@ struct Link {
     announced: Option<Duration>,
     countdown: Countdown,
     announced_cap: Option<u32>,
+    /// When it calls at the gate.
+    call: Option<Time>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -286,8 +286,6 @@ struct Request {
     origin: u32,
     is_unkeyed: bool,
     called: Time,
-    /// When it is to call the plan.
-    call: Option<Time>,
     in_line: bool,
 }
 
@@ -300,7 +298,7 @@ struct Queue {
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Arrive(Arrival),
-    Call(u64, Place),
+    Call(u64),
     /// The client's kernel repeats a SYN that has met no answer.
     SynTimer(u64, u32),
     /// The second attempt of a dial.
@@ -579,6 +577,10 @@ impl World {
             word,
         } in fx.told
         {
+            if ticket == NOBODY {
+                self.at_the_gate(who, &word);
+                continue;
+            }
             let Some(request) = self.requests.get_mut(&who) else {
                 continue;
             };
@@ -599,12 +601,7 @@ impl World {
                         },
                     );
                 }
-                Word::Call(at) => {
-                    let at = at.saturating_duration_since(self.base.at);
-                    request.call = Some(at);
-                    self.schedule_at(at, Event::Call(who, place));
-                }
-                Word::Closed => {}
+                Word::Closed | Word::Begin | Word::Call(_) => {}
             }
         }
         for (thing, _) in fx.closed {
@@ -629,14 +626,13 @@ impl World {
                 self.expect_next();
                 self.call(arrival.origin, arrival.is_unkeyed);
             }
-            Event::Call(id, place) => {
-                let Some(request) = self.requests.get_mut(&id) else {
-                    return;
-                };
-                if request.in_line && request.call == Some(self.now) {
-                    request.call = None;
-                    let origin = request.origin;
-                    self.event(origin, |plan, now, fx| plan.call(place, now, fx));
+            Event::Call(id) => {
+                if let Some(&Link {
+                    origin, by, call, ..
+                }) = self.links.get(&id)
+                    && call == Some(self.now)
+                {
+                    self.event(origin, |plan, now, fx| plan.call(by, now, fx));
                 }
             }
             Event::SynTimer(id, times) => self.repeat_syn(id, times),
@@ -679,7 +675,6 @@ impl World {
             origin,
             is_unkeyed,
             called: self.now,
-            call: None,
             in_line: false,
         };
         self.next += 1;
@@ -957,8 +952,8 @@ impl World {
     fn free_seat(&mut self, id: u64) {
         if let Some(link) = self.links.remove(&id) {
             let place = link.by.place;
-            self.event(link.origin, |plan, now, fx| {
-                plan.seat_freed(place, Some(id), now, fx);
+            self.event(link.origin, |plan, _, fx| {
+                plan.seat_freed(place, Some(id), fx)
             });
         }
     }
@@ -1021,8 +1016,32 @@ impl World {
             announced: None,
             countdown: Countdown::default(),
             announced_cap: None,
+            call: None,
         };
         self.links.insert(id, link);
+        self.event(origin, |plan, now, fx| plan.knock(by, id, now, fx));
+    }
+
+    /// A dial hears that it may connect, or when to call.
+    fn at_the_gate(&mut self, id: u64, word: &Word<Thing>) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        if let Word::Call(at) = word {
+            let at = at.saturating_duration_since(self.base.at);
+            link.call = Some(at);
+            return self.schedule_at(at, Event::Call(id));
+        }
+        let (origin, by) = (link.origin, link.by);
+        link.call = None;
+        link.began = self.now;
+        let owner = self.requests.get(&by.ticket);
+        if by.ticket != NOBODY && owner.is_none_or(|owner| !owner.in_line) {
+            // Served by a connection that came back: not wanted any more.
+            self.tally.on_path_dials -= 1;
+            self.event(origin, |plan, now, fx| plan.dial_failed(by, None, now, fx));
+            return self.free_seat(id);
+        }
         self.send_packet(Event::Syn(id));
         self.set_timer(SYN_REPEATED, Event::SynTimer(id, 1));
         let handshake = self.handshakes.get(&origin);

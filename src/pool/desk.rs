@@ -53,7 +53,9 @@ pub(crate) enum News<R: Trade> {
     /// A connection, and since when it was idle if it was.
     Connection(Held<R>),
     MayDial(Permit<R>),
-    /// To be [answered](Spot::call) then: perhaps somebody may dial.
+    /// To a dial that has [knocked](Permit::knock): it may connect.
+    Begin,
+    /// To a dial that has knocked: it is to [call](Permit::call) then.
     Call(Instant),
     Closed,
 }
@@ -129,6 +131,7 @@ impl<R: Trade> Desk<R> {
                     News::Connection(Held::new(self, place, item, since))
                 }
                 Word::Dial(dial) => News::MayDial(Permit::new(self, place, ticket, dial)),
+                Word::Begin => News::Begin,
                 Word::Call(at) => News::Call(at),
                 Word::Closed => News::Closed,
             });
@@ -354,16 +357,9 @@ impl<R: Trade> Spot<R> {
         self.cancel()
     }
 
-    /// The time has come at which this one was to call.
-    pub(crate) fn call(&self) {
-        let now = stamp();
-        self.desk.event(|plan, fx| plan.call(self.place, now, fx));
-    }
-
     fn cancel(&self) -> Option<DialFailure> {
-        let now = stamp();
         self.desk
-            .event(|plan, fx| plan.cancel(self.place, self.ticket, now, fx))
+            .event(|plan, fx| plan.cancel(self.place, self.ticket, fx))
     }
 }
 
@@ -405,6 +401,19 @@ impl<R: Trade> Permit<R> {
     /// The seat of the connection to be opened. All that keep it open hold a clone.
     pub(crate) fn seat(&self) -> &Arc<Seat<R>> {
         &self.seat
+    }
+
+    /// Asks when the dial may connect. `who` is told.
+    pub(crate) fn knock(&self, who: R::Line) {
+        let now = stamp();
+        self.desk
+            .event(|plan, fx| plan.knock(self.by, who, now, fx));
+    }
+
+    /// The time has come at which this dial was to call.
+    pub(crate) fn call(&self) {
+        let now = stamp();
+        self.desk.event(|plan, fx| plan.call(self.by, now, fx));
     }
 
     /// The way to report how far the dial is.
@@ -526,8 +535,7 @@ impl<R: Trade> Drop for Seat<R> {
         let Some(desk) = self.desk.upgrade() else {
             return;
         };
-        let now = stamp();
-        desk.event(|plan, fx| plan.seat_freed(self.place, Some(self.id), now, fx));
+        desk.event(|plan, fx| plan.seat_freed(self.place, Some(self.id), fx));
         desk.changed.notify_waiters();
     }
 }

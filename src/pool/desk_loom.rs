@@ -143,7 +143,7 @@ fn is_served(desk: &Arc<Desk<Numbers>>) -> bool {
                     let seat = Arc::clone(permit.seat());
                     permit.opened(Number { seat }, true);
                 }
-                News::Call(_) => panic!("one dial needs no pace"),
+                News::Begin | News::Call(_) => panic!("told to who has not knocked"),
                 News::Closed => return false,
             }
         }

@@ -332,7 +332,6 @@ async fn in_line(
     };
     drop(seat);
     let mut dial: Option<Dial> = None;
-    let mut call: Option<Instant> = None;
     let out_of_patience = async {
         match wish.until {
             Some((until, kind)) => {
@@ -348,11 +347,6 @@ async fn in_line(
             biased;
             // Out of line without news: the dial has failed, and its error is on its way.
             Some(heard) = news.recv() => Some(heard),
-            () = reached(call) => {
-                call = None;
-                spot.call();
-                continue;
-            }
             ended = dial_ended(&mut dial) => match ended {
                 Some(error) => return Err(error),
                 // Out of line: by what it has brought, or by a connection that came back, of which another
@@ -371,7 +365,8 @@ async fn in_line(
         match heard {
             Some(News::Connection(held)) => return Lease::new(shared, origin, held),
             Some(News::MayDial(permit)) => dial = Some(start_dial(shared, origin, permit, false)),
-            Some(News::Call(at)) => call = Some(at),
+            // That is for dials.
+            Some(News::Begin | News::Call(_)) => {}
             Some(News::Closed) => return Err(pool_closed()),
             None => {
                 let error = Error::before_sending(ErrorKind::Connect, Phase::Connect);
@@ -412,6 +407,7 @@ fn start_dial(shared: &Arc<Shared>, origin: &Origin, permit: PoolPermit, is_spar
         permit,
         Arc::clone(&stage),
         failing,
+        is_spare,
     );
     // The span of a request is not kept open beyond it.
     let dial = match is_spare {
@@ -442,11 +438,13 @@ async fn dial(
     permit: PoolPermit,
     stage: Arc<Stage>,
     mut failing: oneshot::Sender<Error>,
+    is_spare: bool,
 ) -> Option<Proof> {
+    let dialer = &shared.config.dialer;
     let result = tokio::select! {
         biased;
-        result = shared.config.dialer.dial(&origin, &shared.counters, &stage) => result,
-        () = lost(&shared, &mut failing) => return None,
+        result = dialer.dial(&origin, &shared.counters, &stage, turn(&permit, &stage)) => result,
+        () = lost(&shared, &mut failing, is_spare, &stage) => return None,
     };
     if stage.addresses_retired() {
         shared.desk.sweep(&origin);
@@ -455,6 +453,10 @@ async fn dial(
         Ok(dialed) => {
             let first_byte = dialed.conn.meter().first_byte_received();
             let socket = dialed.conn.socket().clone();
+            if Conn::has_lost(&socket) == Some(true) {
+                // In the TLS handshake, perhaps.
+                permit.reports().lost();
+            }
             let card = open(&shared, &origin, &permit, dialed);
             let unproven = permit.opened(card, origin.is_https())?;
             Some(Proof {
@@ -503,10 +505,45 @@ impl Proof {
     }
 }
 
-/// Resolves when a dial that nobody waits for has gone on for long enough.
-async fn lost(shared: &Shared, failing: &mut oneshot::Sender<Error>) {
+/// Waits until the dial may connect.
+async fn turn(permit: &PoolPermit, stage: &Stage) {
+    let (ear, mut news) = mpsc::unbounded_channel();
+    stage.wait(true);
+    permit.knock(Ear(ear));
+    let mut call = None;
+    loop {
+        tokio::select! {
+            biased;
+            heard = news.recv() => match heard {
+                Some(News::Call(at)) => call = Some(at),
+                // Nobody is left to tell it only where the pool is gone.
+                _ => return stage.wait(false),
+            },
+            () = reached(call) => {
+                call = None;
+                permit.call();
+            }
+        }
+    }
+}
+
+/// Resolves when a dial that nobody waits for has gone on for long enough. One that still waits for its turn is not
+/// wanted at all any more, but for a spare one.
+async fn lost(
+    shared: &Shared,
+    failing: &mut oneshot::Sender<Error>,
+    is_spare: bool,
+    stage: &Stage,
+) {
     failing.closed().await;
+    let is_idle = async {
+        match is_spare {
+            true => pending().await,
+            false => stage.waiting().await,
+        }
+    };
     tokio::select! {
+        () = is_idle => {}
         () = sleep(LOST_DIAL_PATIENCE) => {}
         () = shared.desk.closed() => {}
     }

@@ -89,7 +89,7 @@ impl Countdown {
         if self.falls {
             count.saturating_add(max)
         } else {
-            max.max(count)
+            max.max(1)
         }
     }
 }
@@ -172,7 +172,11 @@ mod tests {
         for count in 1..=30 {
             assert_eq!(countdown.read(30, count), 30);
         }
-        assert_eq!(countdown.read(30, 31), 31, "kept beyond it");
+        assert_eq!(
+            countdown.read(30, 31),
+            30,
+            "kept beyond it, which is no news"
+        );
     }
 
     #[test]

@@ -13,8 +13,8 @@
 //! # The rule
 //!
 //! * A dial may begin when fewer than [`size`](DialWindow::size) are unproven.
-//! * Beyond that, one may begin whenever none has begun or proved itself for [`PACE`], unless a handshake is late or there
-//!   was [too much loss](DialWindow::is_lossy) lately.
+//! * Beyond that, one may begin whenever none has begun or proved itself for [`PACE`], unless a handshake is late; more
+//!   seldom where there was [too much loss](DialWindow::is_lossy) lately.
 //! * The window grows by each dial that is proved as soon as the distance allows, up to [`PROMPT_MOST`]: nobody stood in
 //!   a queue there. And half as many as were unproven when one was proved without loss may be so at once from then on.
 //! * Loss halves the window, though not below its [beginning](START). Each dial that proves itself makes up for a part of
@@ -48,11 +48,20 @@ const PACE: Duration = Duration::from_millis(1);
 /// The same where a handshake takes less than [`NEAR`]. Nothing is proven there for no other reason than that the server
 /// thinks, or does not accept.
 const PACE_NEARBY: Duration = Duration::from_millis(2);
+
+/// The same where there is [too much loss](DialWindow::is_lossy). Not never: a server that thinks proves nothing for
+/// long.
+const PACE_AT_LOSS: Duration = Duration::from_millis(50);
+
+/// What is near.
 const NEAR: Duration = Duration::from_millis(1);
 
 /// A handshake is the work of two kernels. One that takes longer than four of the shortest and this much was lost, or
 /// the server is too busy even for that.
 const LATE: Duration = Duration::from_millis(3);
+
+/// Each longer handshake makes the shortest longer by this part of the difference.
+const AGEING: u32 = 16;
 
 /// For so long it stops the pace. The kernel repeats a SYN after a second, and one may be any packet on any network.
 const LATE_COUNTS: Duration = Duration::from_millis(100);
@@ -60,7 +69,7 @@ const LATE_COUNTS: Duration = Duration::from_millis(100);
 /// How many proven dials make up for a lost one.
 const FORGIVING: u32 = 8;
 
-/// So much loss, in lost dials not made up for, ends the pace. Less may be any packets on any network.
+/// So much loss, in lost dials not made up for, slows the pace. Less may be any packets on any network.
 const TOO_MUCH: u32 = 4;
 
 /// After so long without a loss there was none.
@@ -122,9 +131,7 @@ impl DialWindow {
         if self.unproven.len() < self.size {
             return Leave::Now;
         }
-        let forgotten = self.last_loss.filter(|_| self.is_lossy(now));
-        let forgotten = forgotten.map(|at| at + FORGOTTEN);
-        let allowed = [self.paced, self.late_until(now), forgotten];
+        let allowed = [self.paced, self.late_until(now)];
         match allowed.into_iter().flatten().max() {
             Some(at) if at > now => Leave::At(at),
             _ => Leave::Now,
@@ -136,7 +143,7 @@ impl DialWindow {
         // What was not used in time is lost, but for a timer that was late.
         let due = self.paced.unwrap_or(now).max(now - 2 * PACE);
         let is_within = self.unproven.len() < self.size;
-        self.paced = Some(if is_within { now } else { due } + self.gap());
+        self.paced = Some(if is_within { now } else { due } + self.gap(now));
         self.unproven.push(Dial {
             id,
             began: now,
@@ -148,8 +155,11 @@ impl DialWindow {
     pub(crate) fn connected(&mut self, id: DialId, took: Duration) {
         if let Some(dial) = self.unproven.iter_mut().find(|dial| dial.id == id) {
             dial.connected = true;
-            let shortest = self.handshake.map_or(took, |shortest| shortest.min(took));
-            self.handshake = Some(shortest);
+            self.handshake = Some(match self.handshake {
+                // The origin may be further away from now on.
+                Some(shortest) if took > shortest => shortest + (took - shortest) / AGEING,
+                _ => took,
+            });
         }
     }
 
@@ -160,7 +170,7 @@ impl DialWindow {
             return;
         };
         self.proofs += 1;
-        self.paced = self.paced.max(Some(now + self.gap()));
+        self.paced = self.paced.max(Some(now + self.gap(now)));
         self.loss = self.loss.saturating_sub(1);
         if self.loss == 0 || !self.is_recent(now) {
             self.loss = 0;
@@ -196,9 +206,12 @@ impl DialWindow {
         self.take(id);
     }
 
-    fn gap(&self) -> Duration {
-        let is_near = self.handshake.is_some_and(|shortest| shortest < NEAR);
-        if is_near { PACE_NEARBY } else { PACE }
+    fn gap(&self, now: Instant) -> Duration {
+        match self.handshake {
+            _ if self.is_lossy(now) => PACE_AT_LOSS,
+            Some(shortest) if shortest < NEAR => PACE_NEARBY,
+            _ => PACE,
+        }
     }
 
     fn take(&mut self, id: DialId) -> Option<Dial> {
@@ -232,11 +245,6 @@ impl DialWindow {
         self.size
     }
 
-    /// How many may begin at once, where one may.
-    pub(crate) fn room(&self) -> usize {
-        self.size.saturating_sub(self.unproven.len()).max(1)
-    }
-
     pub(crate) fn observations(&self) -> u64 {
         self.proofs + self.losses
     }
@@ -246,9 +254,14 @@ impl DialWindow {
         self.size == START && self.losses == 0
     }
 
+    /// Whether it is hardly worth to be remembered without a connection: a few dials would show the same.
+    pub(crate) fn is_ordinary(&self) -> bool {
+        self.size <= PROMPT_MOST && self.losses == 0
+    }
+
     /// Nothing is open to the origin any more: what remains is what was learnt.
     pub(crate) fn clear(&mut self) {
-        self.unproven.clear();
+        self.unproven = Vec::new();
         self.paced = None;
     }
 }
@@ -354,6 +367,20 @@ mod tests {
         assert_eq!(window.leave(now + ms(7) + LATE_COUNTS), Leave::Now);
     }
 
+    /// A name that leads further away from now on.
+    #[test]
+    fn a_longer_handshake_is_believed_in_time() {
+        let (mut window, now) = (DialWindow::default(), now());
+        for id in 0..100 {
+            let took = if id == 0 { ms(1) } else { ms(80) };
+            window.began(id, now);
+            window.connected(id, took);
+            window.ended(id);
+        }
+        window.began(100, now);
+        assert_eq!(window.late_until(now + ms(300)), None);
+    }
+
     #[test]
     fn what_was_proven_at_once_may_be_half_as_many_at_once_from_then_on() {
         let (mut window, now) = (DialWindow::default(), now());
@@ -397,17 +424,15 @@ mod tests {
     }
 
     #[test]
-    fn four_losses_end_the_pace_and_three_may_be_any_packets() {
+    fn four_losses_slow_the_pace_and_three_may_be_any_packets() {
         let (mut window, now) = (DialWindow::default(), now());
         lost(&mut window, 0..3, now);
         assert!(!window.is_lossy(now));
         lost(&mut window, 3..4, now);
         assert!(window.is_lossy(now));
-        dial(&mut window, 4, now, ms(100));
+        dial(&mut window, 4, now, ms(0));
         assert_eq!(window.unproven.len(), 4);
-        assert_eq!(window.leave(now + ms(100)), Leave::At(now + FORGOTTEN));
-        proven(&mut window, 4..5, now + ms(100));
-        assert_eq!(window.leave(now + ms(100)), Leave::Now, "one of four");
+        assert_eq!(dial(&mut window, 8, now, ms(500)), 10);
     }
 
     #[test]

@@ -176,7 +176,7 @@ impl Learnt {
 
     /// Whether there is nothing in it that is worth keeping.
     pub(crate) fn is_blank(&self) -> bool {
-        self.idle.is_blank() && self.cap == CapRule::default() && self.window.is_blank()
+        self.idle.is_blank() && self.cap == CapRule::default() && self.window.is_ordinary()
     }
 }
 

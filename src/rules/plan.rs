@@ -8,7 +8,8 @@
 //!
 //! A *seat* is the right to have one connection open. It is taken when a dial is allowed and given back when the
 //! connection is closed on both sides, so a connection in the course of closing still has one. A *ticket* is a
-//! place in line; a lower one is served first.
+//! place in line; a lower one is served first. A dial has a seat from the beginning; when it knows where to connect to it
+//! *knocks* at its origin's gate, and connects when it is let through.
 //!
 //! # Invariants
 //!
@@ -16,9 +17,10 @@
 //!   nor more dials than [`Limits::dials_per_origin`].
 //! * `seats = idle + busy + dialing + closing`, for each origin and in all.
 //! * Nobody waits for a connection while one that they could use is idle, and nobody without a dial of their
-//!   own waits while both a seat and a dial are free and the origin's [dial window](crate::rules::dial_window) is open,
-//!   but for as many as dials are under way that were begun ahead of time. Where only time opens the window, somebody
-//!   in line has been told when.
+//!   own waits while both a seat and a dial are free, but for as many as dials are under way that were begun ahead of
+//!   time.
+//! * A dial that has knocked at the gate of its origin begins as soon as the [dial window](crate::rules::dial_window)
+//!   is open, in the order of the dials. Where only time opens it, the first of them has been told when to call.
 //! * First come, first served: a connection that comes back goes to the first in line who can use it, a free seat
 //!   to the first in line whose origin may have one more. A dial belongs to one ticket; its failure concerns
 //!   that one only, and what it brings goes to the first in line if its owner has been served otherwise.
@@ -98,7 +100,9 @@ pub(crate) enum Word<T> {
     /// They may dial, and stay in line. They have a seat, and count as dialling until the dial's end is
     /// reported.
     Dial(DialId),
-    /// They stay in line, and [call](Plan::call) then: perhaps somebody may dial.
+    /// To a dial that has knocked: it may connect.
+    Begin,
+    /// To a dial that has knocked: it is to [call](Plan::call) then. Perhaps somebody may connect.
     Call(Instant),
     /// The pool was closed. They are in line no more.
     Closed,
@@ -257,11 +261,13 @@ struct Origin<K, T, W> {
     spares: usize,
     /// When the last of them began.
     last_spare: Option<Instant>,
-    /// Who in line calls when the pace of the dial window allows one more.
-    caller: Option<Ticket>,
+    /// Dials that may not connect yet.
+    gate: BTreeMap<DialId, W>,
+    /// Which of them calls when the pace of the dial window allows one more, and when that is.
+    caller: Option<(DialId, Instant)>,
 }
 
-impl<K, T: Item, W: Clone> Origin<K, T, W> {
+impl<K: Clone, T: Item, W: Clone> Origin<K, T, W> {
     fn gauges(&self) -> Gauges {
         let idle = self.shelf.len();
         Gauges {
@@ -279,19 +285,35 @@ impl<K, T: Item, W: Clone> Origin<K, T, W> {
         seats.min(limits.dials_per_origin - self.dialing)
     }
 
-    /// When the dial window allows one more.
-    fn leave(&self, limits: &Limits, now: Instant) -> Leave {
-        match limits.dial_window {
-            true => self.learnt.window.leave(now),
-            false => Leave::Now,
-        }
-    }
-
-    /// How many dials may begin at once, where one may.
-    fn open(&self, limits: &Limits) -> usize {
-        match limits.dial_window {
-            true => self.room(limits).min(self.learnt.window.room()),
-            false => self.room(limits),
+    /// Lets through who may connect now, and tells the first of the others when to call.
+    fn attend(&mut self, place: Place, now: Instant, fx: &mut Effects<K, T, W>) {
+        let window = &mut self.learnt.window;
+        while let Some((&dial, who)) = self.gate.first_key_value() {
+            let word = match window.leave(now) {
+                Leave::Now => Word::Begin,
+                Leave::At(at) => Word::Call(at),
+            };
+            if let Word::Call(at) = word {
+                let is_told = self
+                    .caller
+                    .is_some_and(|(caller, then)| caller == dial && then <= at);
+                if is_told {
+                    return;
+                }
+                self.caller = Some((dial, at));
+            }
+            let is_call = matches!(word, Word::Call(_));
+            fx.told.push(Told {
+                who: who.clone(),
+                place,
+                ticket: NOBODY,
+                word,
+            });
+            if is_call {
+                return;
+            }
+            window.began(dial, now);
+            self.gate.pop_first();
         }
     }
 
@@ -317,26 +339,6 @@ impl<K, T: Item, W: Clone> Origin<K, T, W> {
 
     fn forget_end(&mut self, id: u64) {
         self.ending.retain(|&ending| ending != id);
-    }
-
-    /// Somebody in line is to call then, if nobody is yet.
-    fn have_called(&mut self, at: Instant, place: Place, fx: &mut Effects<K, T, W>) {
-        let caller = self.caller;
-        if caller.is_some_and(|caller| self.undialed.contains(&caller)) {
-            return;
-        }
-        let first = self.undialed.first().copied();
-        self.caller = first;
-        if let Some(ticket) = first
-            && let Some(waiter) = self.line.get(&ticket)
-        {
-            fx.told.push(Told {
-                who: waiter.who.clone(),
-                place,
-                ticket,
-                word: Word::Call(at),
-            });
-        }
     }
 
     /// One more connection is in use, or somebody waits for one.
@@ -449,16 +451,14 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         origin.line.insert(asks.ticket, waiter);
         origin.undialed.insert(asks.ticket);
         origin.note_demand(now.at);
-        self.settle(place, now.at, fx);
+        self.settle(place, fx);
         let Some(origin) = self.origin(place) else {
             return Answer::Closed;
         };
         let is_surplus =
             origin.undialed.contains(&asks.ticket) && origin.undialed.len() > limit && !asks.again;
         if is_surplus {
-            self.cancel(place, asks.ticket, now, fx);
-            // At most that they are to call.
-            fx.told.retain(|told| told.ticket != asks.ticket);
+            self.cancel(place, asks.ticket, fx);
             return Answer::Overloaded;
         }
         Answer::InLine(place)
@@ -470,7 +470,6 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         &mut self,
         place: Place,
         ticket: Ticket,
-        now: Stamp,
         fx: &mut Effects<K, T, W>,
     ) -> Option<DialFailure> {
         let origin = self.origin(place)?;
@@ -481,16 +480,37 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         let failure = failure.filter(|(at, _)| *at >= waiter.since);
         let failure = failure.map(|(_, failure)| failure.clone());
         fx.gone.push(waiter.who);
-        self.settle(place, now.at, fx);
+        self.settle(place, fx);
         self.forget_if_unused(place);
         failure
     }
 
-    /// The time has come at which somebody in line was to call.
-    pub(crate) fn call(&mut self, place: Place, now: Stamp, fx: &mut Effects<K, T, W>) {
-        if let Some(origin) = self.origin(place) {
-            origin.caller = None;
-            self.settle(place, now.at, fx);
+    /// A dial knows where to connect to, and asks when it may.
+    pub(crate) fn knock(&mut self, by: Dialer, who: W, now: Stamp, fx: &mut Effects<K, T, W>) {
+        let Dialer { place, dial, .. } = by;
+        let has_window = self.limits.dial_window;
+        let Some(origin) = self.origin(place) else {
+            return;
+        };
+        if has_window {
+            origin.gate.insert(dial, who);
+            return origin.attend(place, now.at, fx);
+        }
+        fx.told.push(Told {
+            who,
+            place,
+            ticket: NOBODY,
+            word: Word::Begin,
+        });
+    }
+
+    /// The time has come at which a dial was to call.
+    pub(crate) fn call(&mut self, by: Dialer, now: Stamp, fx: &mut Effects<K, T, W>) {
+        if let Some(origin) = self.origin(by.place) {
+            if origin.caller.is_some_and(|(caller, _)| caller == by.dial) {
+                origin.caller = None;
+            }
+            origin.attend(by.place, now.at, fx);
         }
     }
 
@@ -506,7 +526,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if let Some(origin) = self.origin(place) {
             origin.learnt.window.connected(dial, took);
             // Perhaps it was the one that was late.
-            self.settle(place, now.at, fx);
+            origin.attend(place, now.at, fx);
         }
     }
 
@@ -520,7 +540,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     ) {
         if let Some(origin) = self.origin(place) {
             origin.learnt.window.proven(dial, now.at);
-            self.settle(place, now.at, fx);
+            origin.attend(place, now.at, fx);
         }
     }
 
@@ -535,7 +555,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if let Some(origin) = self.origin(place) {
             let lesson = origin.learnt.lost(dial, now.at);
             fx.lesson = lesson.map(|lesson| (origin.key.clone(), lesson));
-            self.settle(place, now.at, fx);
+            origin.attend(place, now.at, fx);
         }
     }
 
@@ -549,7 +569,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     ) {
         if let Some(origin) = self.origin(place) {
             origin.learnt.window.ended(dial);
-            self.settle(place, now.at, fx);
+            origin.attend(place, now.at, fx);
         }
     }
 
@@ -573,6 +593,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         };
         if is_proven {
             origin.learnt.window.proven(dial, now.at);
+            origin.attend(place, now.at, fx);
         }
         origin.dial_over(ticket);
         origin.born.push((item.id(), now.at));
@@ -586,7 +607,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             });
             self.busy += 1;
             self.dialing -= 1;
-            return self.settle(place, now.at, fx);
+            return self.settle(place, fx);
         }
         self.dialing -= 1;
         self.offer(place, item, now, now, fx);
@@ -608,7 +629,9 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         let Some(origin) = self.origin(place) else {
             return;
         };
+        origin.gate.remove(&dial);
         origin.learnt.window.ended(dial);
+        origin.attend(place, now.at, fx);
         origin.dial_over(ticket);
         let owner = origin.line.remove(&ticket);
         fx.gone.extend(owner.map(|owner| owner.who));
@@ -616,7 +639,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             origin.last_failure = Some((now.at, failure));
         }
         self.dialing -= 1;
-        self.settle(place, now.at, fx);
+        self.settle(place, fx);
     }
 
     /// A busy connection can carry the next exchange; it has been idle since then. `survived` is how long it had
@@ -651,13 +674,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     }
 
     /// A connection is closed on both sides, or its dial has failed.
-    pub(crate) fn seat_freed(
-        &mut self,
-        place: Place,
-        id: Option<u64>,
-        now: Stamp,
-        fx: &mut Effects<K, T, W>,
-    ) {
+    pub(crate) fn seat_freed(&mut self, place: Place, id: Option<u64>, fx: &mut Effects<K, T, W>) {
         let Some(origin) = self.origin(place) else {
             return;
         };
@@ -666,7 +683,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             origin.born.swap_remove(at);
         }
         self.seats -= 1;
-        self.settle(place, now.at, fx);
+        self.settle(place, fx);
         self.forget_if_unused(place);
     }
 
@@ -775,23 +792,22 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             && origin.room(&limits) > 0
             && seats < limits.connections
             && gauges.idle < limits.idle_per_origin
-            && origin.leave(&limits, now) == Leave::Now;
+            && origin.gate.is_empty();
         if is_open && may_dial && origin.demand.exceeds(usable, now) {
             origin.spares += 1;
             origin.last_spare = Some(now);
-            let dial = self.begin_dial(place, now);
+            let dial = self.begin_dial(place);
             fx.spare = Some((place, dial));
         }
     }
 
     /// Takes a seat for a dial.
-    fn begin_dial(&mut self, place: Place, now: Instant) -> DialId {
+    fn begin_dial(&mut self, place: Place) -> DialId {
         self.next += 1;
         let dial = self.next;
         if let Some(origin) = self.origin(place) {
             origin.seats += 1;
             origin.dialing += 1;
-            origin.learnt.window.began(dial, now);
             self.seats += 1;
             self.dialing += 1;
         }
@@ -936,6 +952,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             ending: Vec::new(),
             spares: 0,
             last_spare: None,
+            gate: BTreeMap::new(),
             caller: None,
         });
         self.places.insert(key.clone(), place);
@@ -1021,7 +1038,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             origin.busy += 1;
             origin.note_demand(now.at);
             let count = taken.item.served().saturating_add(1);
-            let is_near_end = cap.is_some_and(|cap| is_near(count, cap));
+            // Where one request is all, each connection is near its end, and one that waits may be in the way.
+            let is_near_end = cap.is_some_and(|cap| cap > 1 && is_near(count, cap));
             self.idle -= 1;
             self.busy += 1;
             if is_near_end {
@@ -1056,7 +1074,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 None => fx.close(item, reason),
             },
         }
-        self.settle(place, now.at, fx);
+        self.settle(place, fx);
     }
 
     fn hand_over(
@@ -1138,17 +1156,12 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     }
 
     /// Brings the line of this origin up to date, and lets dial whoever may.
-    fn settle(&mut self, place: Place, now: Instant, fx: &mut Effects<K, T, W>) {
-        self.refresh(place, now, fx);
+    fn settle(&mut self, place: Place, fx: &mut Effects<K, T, W>) {
+        self.refresh(place, fx);
         while let Some(&(ticket, place)) = self.starved.first() {
             if self.seats >= self.limits.connections {
                 self.make_room(fx);
                 return;
-            }
-            // Time may have gone by since the other origin was looked at.
-            self.refresh(place, now, fx);
-            if self.starved.first() != Some(&(ticket, place)) {
-                continue;
             }
             let Some(origin) = self.origin(place) else {
                 self.starved.pop_first();
@@ -1158,7 +1171,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             if let Some(waiter) = origin.line.get_mut(&ticket) {
                 waiter.dials = true;
                 let who = waiter.who.clone();
-                let word = Word::Dial(self.begin_dial(place, now));
+                let word = Word::Dial(self.begin_dial(place));
                 fx.told.push(Told {
                     who,
                     place,
@@ -1166,12 +1179,12 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                     word,
                 });
             }
-            self.refresh(place, now, fx);
+            self.refresh(place, fx);
         }
     }
 
     /// Notes whether somebody in line at this origin could dial if only there were a seat.
-    fn refresh(&mut self, place: Place, now: Instant, fx: &mut Effects<K, T, W>) {
+    fn refresh(&mut self, place: Place, fx: &mut Effects<K, T, W>) {
         let limits = self.limits;
         let Some(origin) = self.origins.get_mut(place).and_then(Option::as_mut) else {
             return;
@@ -1183,13 +1196,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             return;
         };
         if origin.room(&limits) > 0 {
-            match origin.leave(&limits, now) {
-                Leave::Now => {
-                    origin.starved_as = Some(ticket);
-                    self.starved.insert((ticket, place));
-                }
-                Leave::At(at) => origin.have_called(at, place, fx),
-            }
+            origin.starved_as = Some(ticket);
+            self.starved.insert((ticket, place));
             return;
         }
         // Only those wait beside idle connections for whom these are too old: one of them makes room.
@@ -1212,7 +1220,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             let origin = origins.get(*place).and_then(Option::as_ref);
             origin.map_or(0, |origin| {
                 let wait = origin.undialed.len().saturating_sub(origin.spares);
-                wait.min(origin.open(&self.limits))
+                wait.min(origin.room(&self.limits))
             })
         });
         let wanted: usize = wanted.sum();

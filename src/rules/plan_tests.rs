@@ -46,11 +46,21 @@ enum State {
     Closing,
 }
 
+/// How far a dial is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Gate {
+    /// Its name is being looked up.
+    Before,
+    Waits,
+    Through,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Connection {
     origin: u8,
     thing: Thing,
     by: Dialer,
+    gate: Gate,
     place: Place,
     state: State,
     since: Stamp,
@@ -74,6 +84,7 @@ enum Event {
     /// The server has sent something by then, or has not.
     DialDone(usize, bool),
     DialFailed(usize),
+    Knock(usize),
     Connected(usize),
     FirstByte(usize),
     /// A dial, or what it has opened, has lost a packet.
@@ -112,6 +123,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         12 => (0u8..4, need()).prop_map(|(origin, need)| Event::Ask { origin, need }),
         8 => (any.clone(), any_bool()).prop_map(|(at, proven)| Event::DialDone(at, proven)),
+        8 => any.clone().prop_map(Event::Knock),
         2 => any.clone().prop_map(Event::Connected),
         3 => any.clone().prop_map(Event::FirstByte),
         1 => any.clone().prop_map(Event::Lost),
@@ -144,8 +156,8 @@ struct Model {
     in_hand: Option<u64>,
     /// Dials whose connections are open and on which the server has sent nothing.
     unproven: Vec<Dialer>,
-    /// Who in line was told to call, and when.
-    calls: Vec<(Ticket, Place, Instant)>,
+    /// Which dial was told to call, and when.
+    calls: Vec<(Dialer, Instant)>,
 }
 
 impl Model {
@@ -173,6 +185,17 @@ impl Model {
         (!found.is_empty()).then(|| found[at % found.len()])
     }
 
+    /// A dial that is as far as that.
+    fn pick_dial(&self, gate: Gate, at: usize) -> Option<usize> {
+        let found: Vec<_> = (0..self.connections.len())
+            .filter(|&at| {
+                let connection = &self.connections[at];
+                (connection.state, connection.gate) == (State::Dialing, gate)
+            })
+            .collect();
+        (!found.is_empty()).then(|| found[at % found.len()])
+    }
+
     fn by_id(&mut self, id: u64) -> &mut Connection {
         let found = self
             .connections
@@ -186,7 +209,7 @@ impl Model {
         match event {
             Event::Ask { origin, need } => self.ask(origin, need, &mut fx),
             Event::DialDone(at, is_proven) => {
-                let Some(at) = self.pick(State::Dialing, at) else {
+                let Some(at) = self.pick_dial(Gate::Through, at) else {
                     return;
                 };
                 let now = self.now;
@@ -209,10 +232,19 @@ impl Model {
                 // Its own request hears of it, and no other.
                 self.line.retain(|waiting| waiting.ticket != by.ticket);
                 self.connections[at].state = State::Closing;
+                self.connections[at].gate = Gate::Through;
                 self.plan.dial_failed(by, None, self.now, &mut fx);
             }
+            Event::Knock(at) => {
+                let Some(at) = self.pick_dial(Gate::Before, at) else {
+                    return;
+                };
+                self.connections[at].gate = Gate::Waits;
+                let by = self.connections[at].by;
+                self.plan.knock(by, by.dial, self.now, &mut fx);
+            }
             Event::Connected(at) => {
-                if let Some(at) = self.pick(State::Dialing, at) {
+                if let Some(at) = self.pick_dial(Gate::Through, at) {
                     let Dialer { place, dial, .. } = self.connections[at].by;
                     let took = Duration::from_millis(1);
                     self.plan.connected(place, dial, took, self.now, &mut fx);
@@ -226,7 +258,7 @@ impl Model {
                 }
             }
             Event::Lost(at) => {
-                let dialing = self.pick(State::Dialing, at);
+                let dialing = self.pick_dial(Gate::Through, at);
                 let by = dialing.map(|at| self.connections[at].by);
                 let by = by
                     .or_else(|| (!self.unproven.is_empty()).then(|| self.unproven.swap_remove(0)));
@@ -277,7 +309,7 @@ impl Model {
                 };
                 let gone = self.connections.remove(at);
                 let id = Some(gone.thing.id);
-                self.plan.seat_freed(gone.place, id, self.now, &mut fx);
+                self.plan.seat_freed(gone.place, id, &mut fx);
             }
             Event::Ended(at) => {
                 let Some(at) = self.pick(State::Idle, at) else {
@@ -313,7 +345,7 @@ impl Model {
                 let at = at % self.line.len();
                 let waiting = self.line.remove(at);
                 let place = self.plan.places[&waiting.origin];
-                self.plan.cancel(place, waiting.ticket, self.now, &mut fx);
+                self.plan.cancel(place, waiting.ticket, &mut fx);
             }
             Event::Tick(ms) => {
                 let time = Duration::from_millis(ms);
@@ -337,22 +369,22 @@ impl Model {
         self.check();
     }
 
-    /// Those in line who were told to call do so when it is time.
+    /// Dials that were told to call do so when it is time.
     fn call_if_due(&mut self) {
         loop {
-            let is_in_line =
-                |ticket: Ticket| self.line.iter().any(|waiting| waiting.ticket == ticket);
-            self.calls = std::mem::take(&mut self.calls)
-                .into_iter()
-                .filter(|(ticket, ..)| is_in_line(*ticket))
-                .collect();
-            let due = self.calls.iter().position(|(.., at)| *at <= self.now.at);
+            let waits = |by: &Dialer| {
+                let mut all = self.connections.iter();
+                all.any(|connection| connection.by == *by && connection.gate == Gate::Waits)
+            };
+            let calls = self.calls.iter().copied();
+            self.calls = calls.filter(|(by, _)| waits(by)).collect();
+            let due = self.calls.iter().position(|(_, at)| *at <= self.now.at);
             let Some(due) = due else {
                 return;
             };
-            let (_, place, _) = self.calls.swap_remove(due);
+            let (by, _) = self.calls.swap_remove(due);
             let mut fx = Effects::none();
-            self.plan.call(place, self.now, &mut fx);
+            self.plan.call(by, self.now, &mut fx);
             self.carry_out(fx);
         }
     }
@@ -443,6 +475,10 @@ impl Model {
             word,
         } in fx.told
         {
+            if ticket == NOBODY {
+                self.at_the_gate(who, place, &word);
+                continue;
+            }
             assert_eq!(who, ticket);
             let at = self
                 .line
@@ -493,12 +529,30 @@ impl Model {
                     };
                     self.begin_dial(waiting.origin, by);
                 }
-                Word::Call(at) => self.calls.push((ticket, place, at)),
+                Word::Begin | Word::Call(_) => panic!("told to somebody in line"),
                 Word::Closed => {
                     assert!(self.closed);
                     self.line.remove(at);
                 }
             }
+        }
+    }
+
+    /// A dial hears that it may connect, or when to call.
+    fn at_the_gate(&mut self, dial: DialId, place: Place, word: &Word<Thing>) {
+        let earlier = self
+            .connections
+            .iter()
+            .any(|other| (other.place, other.gate) == (place, Gate::Waits) && other.by.dial < dial);
+        assert!(!earlier, "let through out of turn");
+        let mut all = self.connections.iter_mut();
+        let found = all.find(|connection| connection.by.dial == dial);
+        let connection = found.expect("a dial that exists");
+        assert_eq!((connection.gate, connection.place), (Gate::Waits, place));
+        match word {
+            Word::Begin => connection.gate = Gate::Through,
+            Word::Call(at) => self.calls.push((connection.by, *at)),
+            _ => panic!("told to a dial"),
         }
     }
 
@@ -513,6 +567,7 @@ impl Model {
             origin,
             thing,
             by,
+            gate: Gate::Before,
             place: by.place,
             state: State::Dialing,
             since: self.now,
@@ -587,29 +642,16 @@ impl Model {
             let has_room =
                 seats < limits.connections_per_origin && gauges.dialing < limits.dials_per_origin;
             let is_full = self.connections.len() >= limits.connections;
-            let window = self.plan.learnt(&origin).map(|learnt| &learnt.window);
-            let leave = window.map_or(Leave::Now, |window| window.leave(self.now.at));
             let spares = self.connections.iter().filter(|connection| {
                 (connection.origin, connection.by.ticket, connection.state)
                     == (origin, NOBODY, State::Dialing)
             });
             let spares = spares.count();
             assert!(
-                undialed.len() <= spares || !has_room || is_full || leave != Leave::Now,
+                undialed.len() <= spares || !has_room || is_full,
                 "waits although it could dial"
             );
-            let is_called = undialed.iter().any(|waiting| {
-                self.calls
-                    .iter()
-                    .any(|(ticket, ..)| *ticket == waiting.ticket)
-            });
-            assert!(
-                undialed.len() <= spares
-                    || !has_room
-                    || !matches!(leave, Leave::At(_))
-                    || is_called,
-                "nobody will ask again when it is time"
-            );
+            self.check_gate(origin);
             // At a limit, what is idle goes, or is on its way already.
             let blocked_here = undialed.len() > spares && seats >= limits.connections_per_origin;
             assert!(
@@ -619,11 +661,7 @@ impl Model {
             if has_room {
                 let room = limits.connections_per_origin - seats;
                 let room = room.min(limits.dials_per_origin - gauges.dialing);
-                let open = match (leave, window) {
-                    (Leave::Now, Some(window)) => window.room(),
-                    _ => 0,
-                };
-                wanted += room.min(undialed.len().saturating_sub(spares)).min(open);
+                wanted += room.min(undialed.len().saturating_sub(spares));
             }
         }
         assert!(
@@ -638,11 +676,38 @@ impl Model {
         }
     }
 
+    /// Nobody stands at an open gate, and at a closed one somebody knows when to call.
+    fn check_gate(&self, origin: u8) {
+        let waits = self
+            .connections
+            .iter()
+            .filter(|connection| (connection.origin, connection.gate) == (origin, Gate::Waits));
+        let Some(first) = waits
+            .map(|connection| connection.by)
+            .min_by_key(|by| by.dial)
+        else {
+            return;
+        };
+        let learnt = self.plan.learnt(&origin).expect("in use");
+        let Leave::At(opens) = learnt.window.leave(self.now.at) else {
+            panic!("a dial waits at an open gate");
+        };
+        let mut calls = self.calls.iter();
+        assert!(
+            calls.any(|(by, at)| *by == first && *at <= opens),
+            "nobody will call when it is time"
+        );
+    }
+
     /// Lets everything under way come to its end.
     fn run_out(&mut self) {
         for _ in 0..10_000 {
-            if let Some(at) = self.pick(State::Dialing, 0) {
-                self.step(Event::DialDone(at, true));
+            if self.pick_dial(Gate::Before, 0).is_some() {
+                self.step(Event::Knock(0));
+            } else if self.pick_dial(Gate::Through, 0).is_some() {
+                self.step(Event::DialDone(0, true));
+            } else if self.pick_dial(Gate::Waits, 0).is_some() {
+                self.step(Event::Tick(1));
             } else if !self.unproven.is_empty() {
                 self.step(Event::FirstByte(0));
             } else if self.pick(State::Busy, 0).is_some() {
@@ -731,6 +796,7 @@ fn a_connection_that_comes_back_belongs_to_the_first_in_line_at_once() {
     let mut model = model(ONE);
     for event in [
         ask(0),
+        Event::Knock(0),
         Event::DialDone(0, true),
         ask(0),
         Event::End(0),
@@ -750,7 +816,14 @@ fn where_reuse_is_off_a_used_connection_goes_to_nobody_in_line() {
         idle_per_origin: 0,
         ..ONE
     });
-    for event in [ask(0), Event::DialDone(0, true), ask(0), Event::End(0)] {
+    for event in [
+        ask(0),
+        Event::Knock(0),
+        Event::Knock(0),
+        Event::DialDone(0, true),
+        ask(0),
+        Event::End(0),
+    ] {
         model.step(event);
     }
     assert_eq!(model.count(None, State::Closing), 1);
@@ -784,11 +857,19 @@ fn a_dial_whose_owner_was_served_otherwise_is_kept() {
         ..ONE
     };
     let mut model = model(two);
-    for event in [ask(0), Event::DialDone(0, true), ask(0), Event::End(0)] {
+    for event in [
+        ask(0),
+        Event::Knock(0),
+        Event::Knock(0),
+        Event::DialDone(0, true),
+        ask(0),
+        Event::End(0),
+    ] {
         model.step(event);
     }
     assert_eq!(model.count(None, State::Busy), 1);
     assert_eq!(model.count(None, State::Dialing), 1);
+    model.step(Event::Knock(0));
     model.step(Event::DialDone(0, true));
     assert_eq!(model.count(None, State::Idle), 1);
 }
@@ -804,6 +885,7 @@ fn at_the_limit_of_all_the_longest_idle_connection_of_any_origin_makes_room() {
     for origin in [0, 1] {
         for event in [
             ask(origin),
+            Event::Knock(0),
             Event::DialDone(0, true),
             Event::End(0),
             Event::Tick(1_000),
@@ -823,6 +905,7 @@ fn an_origin_without_any_connection_gets_the_next_one_that_an_earlier_line_leave
     let mut model = model(ONE);
     for event in [
         ask(0),
+        Event::Knock(0),
         Event::DialDone(0, true),
         ask(1),
         ask(0),
@@ -846,8 +929,10 @@ fn an_origin_with_connections_of_its_own_is_given_anothers_only_after_a_while() 
         let mut model = model(two);
         for event in [
             ask(0),
+            Event::Knock(0),
             Event::DialDone(0, true),
             ask(1),
+            Event::Knock(0),
             Event::DialDone(0, true),
             ask(1),
             ask(0),
@@ -883,6 +968,7 @@ fn a_regular_pause_is_trusted_after_two_dials() {
     };
     for pause in [5, 5, 6, 7, 8, 9] {
         model.step(unkeyed);
+        model.step(Event::Knock(0));
         model.step(Event::DialDone(0, true));
         model.step(Event::End(0));
         model.step(Event::Tick(1_000 * pause));

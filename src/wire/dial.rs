@@ -6,7 +6,9 @@
 //! of its own. Only connections race, never requests. One time limit covers all of it.
 //!
 //! The last address may get a second attempt beside the first, 250 ms later: where a handshake is known to take far
-//! less, the SYN was lost, and the kernel repeats it only after a second.
+//! less, the SYN was lost, and the kernel repeats it only after a second. Further away only the loss is reported.
+//!
+//! Between the look-up and the first SYN a dial waits for its turn, which is not its to say.
 //!
 //! # Invariants
 //!
@@ -32,6 +34,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use tokio::net::TcpStream;
+use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use crate::clock::{Instant, now};
@@ -103,7 +106,8 @@ impl Dialer {
         }
     }
 
-    /// Opens a connection to the origin. `stage` tells whoever else has it how far that is.
+    /// Opens a connection to the origin: looks its name up, waits for its `turn`, connects. `stage` tells whoever else has
+    /// it how far that is. The wait is no part of the connect timeout.
     ///
     /// # Cancel safety
     ///
@@ -113,9 +117,10 @@ impl Dialer {
         origin: &Origin,
         counters: &Arc<Counters>,
         stage: &Stage,
+        turn: impl Future<Output = ()>,
     ) -> Result<Dialed, Error> {
         let finish = |opened| self.finish(origin, counters, stage, opened);
-        self.dial_by(origin, stage, connect_tcp, finish).await
+        self.dial_by(origin, stage, turn, connect_tcp, finish).await
     }
 
     /// Retires all addresses of the origin, so that what is open to them now carries no further request. A later
@@ -137,6 +142,7 @@ impl Dialer {
         &self,
         origin: &Origin,
         stage: &Stage,
+        turn: impl Future<Output = ()>,
         connect: impl Fn(SocketAddr) -> C,
         finish: impl FnOnce(Opened<T>) -> F,
     ) -> Result<D, Error>
@@ -144,18 +150,18 @@ impl Dialer {
         C: Future<Output = io::Result<T>>,
         F: Future<Output = Result<D, Error>>,
     {
+        let asked = now();
+        let limit = self.connect_timeout;
+        let order = within(limit, stage, self.look_up(origin, stage, &[])).await?;
+        let resolve = now() - asked;
+        turn.await;
         let mut progress = Progress::default();
         let dialing = async {
-            let opened = self.open(origin, stage, &mut progress, &connect).await?;
-            finish(opened).await
+            let opened = self.open(origin, order, resolve, stage, &mut progress, &connect);
+            finish(opened.await?).await
         };
-        let result = match self.connect_timeout {
-            None => dialing.await,
-            Some(limit) => timeout(limit, dialing).await.unwrap_or_else(|elapsed| {
-                let error = Error::before_sending(ErrorKind::ConnectTimeout, stage.phase());
-                Err(error.with_source(elapsed))
-            }),
-        };
+        let left = limit.map(|limit| limit.saturating_sub(resolve));
+        let result = within(left, stage, dialing).await;
         match (&result, progress.connected) {
             (Ok(_), Some(socket)) => self.books.worked(origin, socket),
             // It accepts connections and does nothing with them.
@@ -166,11 +172,13 @@ impl Dialer {
         result
     }
 
-    /// Resolution and TCP. When no address of an answer can be connected to, the name may lead elsewhere by now, so it
-    /// is resolved once more, for addresses that were not tried yet.
+    /// TCP, after a resolution that took so long. When no address of the answer can be connected to, the name may lead
+    /// elsewhere by now, so it is resolved once more, for addresses that were not tried yet.
     async fn open<T, C>(
         &self,
         origin: &Origin,
+        order: Order,
+        mut resolve: Duration,
         stage: &Stage,
         progress: &mut Progress,
         connect: &impl Fn(SocketAddr) -> C,
@@ -179,14 +187,13 @@ impl Dialer {
         C: Future<Output = io::Result<T>>,
     {
         let started = now();
-        let order = self.look_up(origin, stage, &[]).await?;
-        let mut resolve = now() - started;
+        let mut again_for = Duration::ZERO;
         stage.enter(Phase::Connect);
         let mut result = self.race(origin, order, stage, progress, connect).await;
         if result.is_err() && literal(origin).is_none() {
             let asked = now();
             let again = self.look_up(origin, stage, &progress.tried).await;
-            resolve += now() - asked;
+            again_for = now() - asked;
             stage.enter(Phase::Connect);
             // Where that brings nothing new, what went wrong before stands.
             if let Ok(order) = again
@@ -198,11 +205,12 @@ impl Dialer {
         let (socket, address, attempt) = result.map_err(|error| {
             Error::before_sending(ErrorKind::Connect, Phase::Connect).with_source(error)
         })?;
+        resolve += again_for;
         Ok(Opened {
             socket,
             address,
             resolve,
-            connect: (now() - started).saturating_sub(resolve),
+            connect: (now() - started).saturating_sub(again_for),
             attempt,
         })
     }
@@ -253,18 +261,25 @@ impl Dialer {
     {
         let mut running: Vec<Attempt<C>> = Vec::new();
         let mut last = io::Error::new(io::ErrorKind::NotFound, "no address");
-        let mut may_repeat = true;
+        let mut may_be_lost = true;
         let mut is_late = false;
         loop {
             let next = match order.next() {
-                // The last one is being tried for far longer than a handshake takes there.
-                None if std::mem::take(&mut is_late) && may_repeat => {
-                    may_repeat = false;
-                    let again = running.last().filter(|_| self.books.is_near(origin));
-                    again.map(|attempt| {
-                        stage.report(Sign::Lost);
-                        Arc::clone(&attempt.address)
-                    })
+                None if std::mem::take(&mut is_late) && may_be_lost => {
+                    // The last one is being tried for longer than a handshake takes there.
+                    match (running.last(), self.books.handshake(origin)) {
+                        (Some(attempt), Some(handshake)) => {
+                            let patience = ATTEMPT_DELAY.max(4 * handshake);
+                            let is_lost = now() >= attempt.started + patience;
+                            may_be_lost = !is_lost;
+                            if is_lost {
+                                stage.report(Sign::Lost);
+                            }
+                            let again = is_lost && handshake <= NEAR;
+                            again.then(|| Arc::clone(&attempt.address))
+                        }
+                        _ => None,
+                    }
                 }
                 next => next,
             };
@@ -279,7 +294,7 @@ impl Dialer {
             } else if running.is_empty() {
                 return Err(last);
             }
-            let more = !order.is_empty() || may_repeat;
+            let more = !order.is_empty() || may_be_lost;
             let next_start = async {
                 if more {
                     sleep(ATTEMPT_DELAY).await;
@@ -381,6 +396,21 @@ impl Dialer {
 /// A handshake that takes no longer than this is far shorter than the delay after which a second attempt begins.
 const NEAR: Duration = Duration::from_millis(30);
 
+/// A part of a dial, within what is left of its time.
+async fn within<T>(
+    limit: Option<Duration>,
+    stage: &Stage,
+    part: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    match limit {
+        None => part.await,
+        Some(limit) => timeout(limit, part).await.unwrap_or_else(|elapsed| {
+            let error = Error::before_sending(ErrorKind::ConnectTimeout, stage.phase());
+            Err(error.with_source(elapsed))
+        }),
+    }
+}
+
 /// RFC 8305 section 5: the recommended delay between two attempts.
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
@@ -429,6 +459,8 @@ pub(crate) enum Sign {
 pub(crate) struct Stage {
     phase: AtomicU8,
     addresses_retired: AtomicBool,
+    waits: AtomicBool,
+    changed: Notify,
     reports: Option<Box<dyn Fn(Sign) + Send + Sync>>,
 }
 
@@ -463,6 +495,19 @@ impl Stage {
         let stages = [Phase::Resolve, Phase::Connect, Phase::Handshake];
         let found = stages.into_iter().find(|&phase| phase as u8 == reached);
         found.unwrap_or(Phase::Resolve)
+    }
+
+    /// It waits for its turn, or waits no more.
+    pub(crate) fn wait(&self, waits: bool) {
+        self.waits.store(waits, Release);
+        self.changed.notify_one();
+    }
+
+    /// Resolves while it waits for its turn. For one who asks.
+    pub(crate) async fn waiting(&self) {
+        while !self.waits.load(Acquire) {
+            self.changed.notified().await;
+        }
     }
 
     fn note_retired(&self) {
@@ -540,10 +585,9 @@ impl Books {
         }
     }
 
-    /// Whether a handshake is known to take little time.
-    fn is_near(&self, origin: &Origin) -> bool {
-        let handshake = self.lock().get(origin).and_then(|known| known.handshake);
-        handshake.is_some_and(|took| took <= NEAR)
+    /// How long the last TCP handshake took that lost nothing.
+    fn handshake(&self, origin: &Origin) -> Option<Duration> {
+        self.lock().get(origin).and_then(|known| known.handshake)
     }
 
     fn evict(&self, origin: &Origin) {

@@ -108,7 +108,9 @@ impl World {
     async fn dial_to(&self, origin: &Origin, stage: &Stage) -> Result<Opened<Socket>, Error> {
         let connect = |to| self.connect(to);
         self.dialer
-            .dial_by(origin, stage, connect, |opened| ready(Ok(opened)))
+            .dial_by(origin, stage, ready(()), connect, |opened| {
+                ready(Ok(opened))
+            })
             .await
     }
 
@@ -539,7 +541,7 @@ async fn an_address_that_breaks_its_handshakes_off_is_tried_last() {
     let broken = |_| ready(Err(Error::before_sending(ErrorKind::Tls, Phase::Handshake)));
     let dial = world
         .dialer
-        .dial_by::<_, _, (), _>(&pay, &stage, connect, broken);
+        .dial_by::<_, _, (), _>(&pay, &stage, ready(()), connect, broken);
     assert_eq!(dial.await.expect_err("no handshake").kind(), ErrorKind::Tls);
     world.attempts();
     world.dial().await.expect("both answer");
@@ -578,7 +580,7 @@ async fn dial_for_real(resolve: impl Fn(SocketAddr) -> Vec<SocketAddr>) {
     let counters = Arc::new(Counters::new());
     let pay = origin("http://pay.example/");
     let dialed = dialer
-        .dial(&pay, &counters, &Stage::default())
+        .dial(&pay, &counters, &Stage::default(), ready(()))
         .await
         .expect("it listens");
     assert_eq!(dialed.peer, Some(live));
@@ -609,7 +611,9 @@ async fn a_connection_is_opened_without_tcp_fast_open() {
     let dialer = dialer(Resolver::system(), None);
     let here = origin(&format!("http://{live}/"));
     let stage = Stage::default();
-    let dial = dialer.dial_by(&here, &stage, connect_tcp, |opened| ready(Ok(opened)));
+    let dial = dialer.dial_by(&here, &stage, ready(()), connect_tcp, |opened| {
+        ready(Ok(opened))
+    });
     let opened = dial.await.expect("it listens");
     dialer.options.apply(&opened.socket);
     let is_on = getsockopt(&opened.socket, TcpFastOpenConnect);

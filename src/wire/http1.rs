@@ -155,15 +155,20 @@ pub(crate) async fn establish(
     Ok((conn, driver))
 }
 
+/// As much as is sent at once at the beginning: ten segments.
+const FIRST_FLIGHT: u64 = 14_000;
+
 impl Conn {
     pub(crate) fn meter(&self) -> &Arc<Meter> {
         &self.meter
     }
 
-    /// Whether anything that was sent on it had to be sent again; `None` where nobody knows.
+    /// Whether anything of the first that was sent on it had to be sent again; `None` where nobody knows, or where so much
+    /// was acknowledged that it says nothing of how the server accepts.
     pub(crate) fn has_lost(socket: &Weak<Socket>) -> Option<bool> {
         let socket = socket.upgrade()?;
-        Some(tcp_state(socket.stream())?.has_lost)
+        let state = tcp_state(socket.stream())?;
+        (state.acked < FIRST_FLIGHT).then_some(state.has_lost)
     }
 
     pub(crate) fn socket(&self) -> &Weak<Socket> {

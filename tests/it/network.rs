@@ -538,6 +538,7 @@ fn a_lost_syn_is_covered_by_a_second_dial_where_the_server_is_near() {
     network.as_client(async || {
         let pool = pool();
         fetch(&pool, get(&peer.url("/"))).await.expect("a response");
+        eventually("it is closed", || pool.stats().idle == 0).await;
         network.rules().lose(Loss::NextClientPort);
         let answer = fetch(&pool, get(&peer.url("/"))).await;
         assert_eq!(answer.expect("by the second dial"), "1");
@@ -558,6 +559,7 @@ fn a_lost_syn_is_left_to_the_kernel_where_the_server_is_far() {
         let builder = crate::support::builder();
         let pool = builder.connect_timeout(Duration::from_secs(2)).build();
         fetch(&pool, get(&peer.url("/"))).await.expect("a response");
+        eventually("it is closed", || pool.stats().idle == 0).await;
         network.rules().lose(Loss::NextClientPort);
         let error = fetch(&pool, get(&peer.url("/"))).await;
         let error = error.expect_err("that port hears nothing");
@@ -584,8 +586,9 @@ fn dials_that_lose_packets_are_noticed_and_told_of() {
             Some((dials.value, dials.source))
         };
         fetch(&pool, get(&peer.url("/"))).await.expect("a response");
-        assert!(window().is_none_or(|window| window == (4, Source::Default)));
+        eventually("it is closed", || pool.stats().idle == 0).await;
         for losses in 1..=4 {
+            eventually("none is left", || pool.stats().idle == 0).await;
             assert_eq!(logs.above_debug(), [""; 0], "before loss {losses}");
             network.rules().lose(Loss::NextClientPort);
             fetch(&pool, get(&peer.url("/")))

@@ -54,15 +54,14 @@ async fn without_an_answer_four_are_dialled_at_once_and_one_more_each_millisecon
     clock
         .until("four are in use", || pool.stats().busy == 4)
         .await;
-    assert_eq!((pool.stats().dialing, pool.stats().waiting), (0, 26));
+    let stats = pool.stats();
+    assert_eq!((stats.dialing, stats.waiting), (26, 26), "{stats}");
+    assert_eq!(peer.accepted(), 4, "the others have sent no SYN");
     let mut milliseconds = 0;
     while pool.stats().busy < 30 {
         clock.advance(Duration::from_millis(1)).await;
         milliseconds += 1;
-        clock
-            .until("none is on its way", || pool.stats().dialing == 0)
-            .await;
-        assert!(pool.stats().busy <= 4 + milliseconds, "{}", pool.stats());
+        assert!(peer.accepted() <= 4 + milliseconds, "{}", pool.stats());
         assert!(milliseconds < 100, "{}", pool.stats());
     }
     gate.open();
@@ -83,11 +82,7 @@ async fn each_answer_lets_the_next_begin() {
             call.await.expect("no panic");
         }
         let dials = profile(&pool, &peer).unproven_dials;
-        assert_eq!(
-            (dials.value, dials.source),
-            (4, Source::Default),
-            "{scheme}"
-        );
+        assert!((4..=8).contains(&dials.value), "{scheme}: {dials:?}");
     }
     drop(clock);
 }
@@ -107,6 +102,50 @@ async fn a_tls_handshake_is_proof_enough() {
     for call in calls {
         call.await.expect("no panic");
     }
+}
+
+/// Whoever holds futures that it does not poll holds up nobody else: a dial waits for its turn in a task of its own.
+#[tokio::test]
+async fn futures_that_nobody_polls_hold_up_no_request() {
+    let peer = Peer::well_behaved(Scheme::Http);
+    let pool = builder().acquire_timeout(Duration::from_secs(5)).build();
+    let mut calls: Vec<_> = (0..12)
+        .map(|_| Box::pin(fetch(&pool, get(&peer.url("/")))))
+        .collect();
+    for call in &mut calls {
+        // Once, so that each is in line.
+        let polled = futures_util::future::poll_immediate(call).await;
+        assert!(polled.is_none());
+    }
+    for _ in 0..3 {
+        let answer = fetch(&pool, get(&peer.url("/"))).await;
+        answer.expect("a response, whoever sleeps");
+    }
+    drop(calls);
+}
+
+/// A dial that has not begun is given up with its request: the server hears nothing of it.
+#[tokio::test]
+async fn a_dial_that_waits_for_its_turn_is_given_up_with_its_request() {
+    let clock = HeldClock::start();
+    let gate = Gate::new();
+    let peer = gated(Scheme::Http, &gate);
+    let pool = patient();
+    let calls = burst(&pool, &peer, 10);
+    clock
+        .until("four are in use", || pool.stats().busy == 4)
+        .await;
+    for call in calls {
+        call.abort();
+    }
+    clock
+        .until("all are gone", || {
+            (pool.stats().dialing, pool.stats().busy) == (0, 0)
+        })
+        .await;
+    clock.advance(Duration::from_millis(50)).await;
+    assert_eq!(peer.accepted(), 4);
+    gate.open();
 }
 
 /// Who switches it off gets all at once.
