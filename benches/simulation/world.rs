@@ -1019,6 +1019,9 @@ impl World {
             call: None,
         };
         self.links.insert(id, link);
+        if self.plan.enter(by, self.stamp()) {
+            return self.at_the_gate(id, &Word::Begin);
+        }
         self.event(origin, |plan, now, fx| plan.knock(by, id, now, fx));
     }
 

@@ -403,7 +403,13 @@ impl<R: Trade> Permit<R> {
         &self.seat
     }
 
-    /// Asks when the dial may connect. `who` is told.
+    /// Whether the dial may connect at once.
+    pub(crate) fn enter(&self) -> bool {
+        let now = stamp();
+        self.desk.plan().enter(self.by, now)
+    }
+
+    /// Asks when the dial may connect, if not at once. `who` is told.
     pub(crate) fn knock(&self, who: R::Line) {
         let now = stamp();
         self.desk

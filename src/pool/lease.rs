@@ -507,6 +507,9 @@ impl Proof {
 
 /// Waits until the dial may connect.
 async fn turn(permit: &PoolPermit, stage: &Stage) {
+    if permit.enter() {
+        return;
+    }
     let (ear, mut news) = mpsc::unbounded_channel();
     stage.wait(true);
     permit.knock(Ear(ear));

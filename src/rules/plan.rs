@@ -485,23 +485,28 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         failure
     }
 
-    /// A dial knows where to connect to, and asks when it may.
-    pub(crate) fn knock(&mut self, by: Dialer, who: W, now: Stamp, fx: &mut Effects<K, T, W>) {
-        let Dialer { place, dial, .. } = by;
+    /// A dial knows where to connect to. `true` if it may at once: else it is to [knock](Plan::knock).
+    pub(crate) fn enter(&mut self, by: Dialer, now: Stamp) -> bool {
         let has_window = self.limits.dial_window;
-        let Some(origin) = self.origin(place) else {
-            return;
+        let Some(origin) = self.origin(by.place) else {
+            return true;
         };
-        if has_window {
-            origin.gate.insert(dial, who);
-            return origin.attend(place, now.at, fx);
+        if !has_window {
+            return true;
         }
-        fx.told.push(Told {
-            who,
-            place,
-            ticket: NOBODY,
-            word: Word::Begin,
-        });
+        let is_open = origin.gate.is_empty() && origin.learnt.window.leave(now.at) == Leave::Now;
+        if is_open {
+            origin.learnt.window.began(by.dial, now.at);
+        }
+        is_open
+    }
+
+    /// A dial asks to be told when it may connect.
+    pub(crate) fn knock(&mut self, by: Dialer, who: W, now: Stamp, fx: &mut Effects<K, T, W>) {
+        if let Some(origin) = self.origin(by.place) {
+            origin.gate.insert(by.dial, who);
+            origin.attend(by.place, now.at, fx);
+        }
     }
 
     /// The time has come at which a dial was to call.

@@ -239,9 +239,18 @@ impl Model {
                 let Some(at) = self.pick_dial(Gate::Before, at) else {
                     return;
                 };
-                self.connections[at].gate = Gate::Waits;
                 let by = self.connections[at].by;
-                self.plan.knock(by, by.dial, self.now, &mut fx);
+                if self.plan.enter(by, self.now) {
+                    self.connections[at].gate = Gate::Through;
+                    let mut others = self.connections.iter();
+                    assert!(
+                        !others.any(|other| (other.place, other.gate) == (by.place, Gate::Waits)),
+                        "let past those who wait"
+                    );
+                } else {
+                    self.connections[at].gate = Gate::Waits;
+                    self.plan.knock(by, by.dial, self.now, &mut fx);
+                }
             }
             Event::Connected(at) => {
                 if let Some(at) = self.pick_dial(Gate::Through, at) {
