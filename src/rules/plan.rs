@@ -779,6 +779,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         fx: &mut Effects<K, T, W>,
     ) {
         let (limits, seats) = (self.limits, self.seats);
+        let elsewhere = self.idle + self.dialing;
         let is_open = self.mode == Mode::Open && limits.allow_reuse();
         let Some(origin) = self.origin(place) else {
             return;
@@ -796,9 +797,12 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             && origin.undialed.is_empty()
             && origin.room(&limits) > 0
             && seats < limits.connections
-            && gauges.idle < limits.idle_per_origin
             && origin.gate.is_empty();
-        if is_open && may_dial && origin.demand.exceeds(usable, now) {
+        // All that are open come back one day, but for one that says close now. None of them is to be closed for it.
+        let comes_back = gauges.busy - usize::from(is_last_chance);
+        let may_keep = gauges.idle + gauges.dialing + comes_back < limits.idle_per_origin
+            && elsewhere + comes_back < limits.idle;
+        if is_open && may_dial && may_keep && origin.demand.exceeds(usable, now) {
             origin.spares += 1;
             origin.last_spare = Some(now);
             let dial = self.begin_dial(place);
