@@ -451,6 +451,24 @@ mod tests {
         assert!(!window.is_lossy(start + FORGOTTEN));
     }
 
+    #[test]
+    fn what_the_pace_allows_and_nobody_uses_is_lost() {
+        let (mut window, now) = (DialWindow::default(), now());
+        dial(&mut window, 0, now, ms(0));
+        // But for a timer that was late.
+        assert_eq!(dial(&mut window, 4, now + ms(500), ms(0)), 3);
+    }
+
+    #[test]
+    fn two_losses_far_apart_are_two_accidents() {
+        let (mut window, start) = (DialWindow::default(), now());
+        for (id, now) in [(0, start), (1, start + FORGOTTEN)] {
+            window.began(id, now);
+            assert!(window.lost(id, now));
+            assert_eq!((window.size(), window.is_lossy(now)), (START, false));
+        }
+    }
+
     proptest! {
         /// Whatever happens: an origin is never cut off, the window stays within its bounds, and where few are on
         /// the way one may begin.

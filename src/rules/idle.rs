@@ -291,6 +291,20 @@ mod tests {
         assert_eq!(rule.trusted(), seconds(20.0));
     }
 
+    #[test]
+    fn an_age_that_a_close_has_refuted_is_not_trusted_again_before_it_is_seen() {
+        let mut rule = IdleRule::default();
+        rule.open(seconds(30.0));
+        rule.closed(seconds(5.0), false);
+        let trusted = rule.trusted();
+        for _ in 0..CLOSES {
+            rule.closed(seconds(60.0), false);
+        }
+        assert_eq!(rule.trusted(), trusted);
+        rule.open(seconds(20.0));
+        assert_eq!(rule.trusted(), seconds(20.0));
+    }
+
     proptest! {
         /// Whatever was seen: never trusted to within the margin of a close that is remembered, nor of what was
         /// announced.
