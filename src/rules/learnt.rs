@@ -258,4 +258,83 @@ mod tests {
         }
         assert_eq!(learnt.lost(5, now), None, "told before");
     }
+
+    fn told<T>(known: Option<Known<T>>) -> Option<(T, Source)> {
+        known.map(|known| (known.value, known.source))
+    }
+
+    #[test]
+    fn the_profile_shows_the_shorter_of_what_the_caller_allows_and_the_server_announces() {
+        let limit = |announced: Option<u64>, callers: Option<u64>| {
+            let mut learnt = Learnt::default();
+            if let Some(announced) = announced {
+                learnt.idle(|idle| idle.announce(seconds(announced)));
+            }
+            told(learnt.profile(callers.map(seconds), None, false).idle_limit)
+        };
+        let half = Duration::from_millis(500);
+        assert_eq!(limit(None, None), None);
+        assert_eq!(limit(None, Some(90)), Some((seconds(90), Source::Caller)));
+        assert_eq!(
+            limit(Some(5), None),
+            Some((half + seconds(4), Source::Hint))
+        );
+        assert_eq!(
+            limit(Some(5), Some(90)),
+            Some((half + seconds(4), Source::Hint))
+        );
+        assert_eq!(limit(Some(60), Some(9)), Some((seconds(9), Source::Caller)));
+    }
+
+    #[test]
+    fn the_profile_shows_where_the_trusted_age_comes_from() {
+        let trusted = |learnt: &Learnt, callers: u64| {
+            let profile = learnt.profile(Some(seconds(callers)), None, false);
+            told(Some(profile.trusted_idle_age)).expect("always")
+        };
+        let mut learnt = Learnt::default();
+        assert_eq!(trusted(&learnt, 90), (seconds(1), Source::Default));
+        assert_eq!(trusted(&learnt, 0), (seconds(0), Source::Caller));
+        learnt.open(seconds(30));
+        assert_eq!(trusted(&learnt, 90), (seconds(30), Source::Seen));
+        assert_eq!(trusted(&learnt, 9), (seconds(9), Source::Caller));
+        learnt.idle(|idle| idle.announce(seconds(10)));
+        assert_eq!(trusted(&learnt, 90), (seconds(8), Source::Hint));
+        learnt.idle(|idle| idle.closed(seconds(5), false));
+        assert_eq!(trusted(&learnt, 90), (seconds(3), Source::Seen));
+    }
+
+    #[test]
+    fn the_profile_shows_the_lowest_cap_and_where_it_comes_from() {
+        let cap = |learnt: &Learnt, most| told(learnt.profile(None, most, false).request_cap);
+        let mut learnt = Learnt::default();
+        assert_eq!(cap(&learnt, None), None);
+        assert_eq!(cap(&learnt, Some(200)), Some((200, Source::Caller)));
+        learnt.cap(|cap| cap.announce(100));
+        assert_eq!(cap(&learnt, Some(200)), Some((100, Source::Hint)));
+        for _ in 0..2 {
+            learnt.cap(|cap| cap.closed(50));
+        }
+        assert_eq!(cap(&learnt, Some(200)), Some((50, Source::Seen)));
+        assert_eq!(cap(&learnt, Some(20)), Some((20, Source::Caller)));
+    }
+
+    #[test]
+    fn each_kind_of_lesson_is_worth_keeping() {
+        let now = now();
+        let lessons: [fn(&mut Learnt, Instant); 3] = [
+            |learnt, _| learnt.idle.open(seconds(3)),
+            |learnt, _| learnt.cap.closed(100),
+            |learnt, now| {
+                learnt.window.began(1, now);
+                learnt.lost(1, now);
+            },
+        ];
+        assert!(Learnt::default().is_blank());
+        for (at, learn) in lessons.into_iter().enumerate() {
+            let mut learnt = Learnt::default();
+            learn(&mut learnt, now);
+            assert!(!learnt.is_blank(), "{at}");
+        }
+    }
 }

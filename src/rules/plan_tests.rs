@@ -89,6 +89,8 @@ enum Event {
     FirstByte(usize),
     /// A dial, or what it has opened, has lost a packet.
     Lost(usize),
+    /// What a dial has opened has waited too long for the first byte.
+    SaysNothing(usize),
     /// The response says close.
     SaidClose(usize),
     /// The response has ended and the connection can be used again.
@@ -127,6 +129,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => any.clone().prop_map(Event::Connected),
         3 => any.clone().prop_map(Event::FirstByte),
         1 => any.clone().prop_map(Event::Lost),
+        1 => any.clone().prop_map(Event::SaysNothing),
         2 => any.clone().prop_map(Event::SaidClose),
         2 => any.clone().prop_map(Event::DialFailed),
         8 => any.clone().prop_map(Event::End),
@@ -273,6 +276,13 @@ impl Model {
                     .or_else(|| (!self.unproven.is_empty()).then(|| self.unproven.swap_remove(0)));
                 if let Some(Dialer { place, dial, .. }) = by {
                     self.plan.dial_lost(place, dial, self.now, &mut fx);
+                }
+            }
+            Event::SaysNothing(at) => {
+                if !self.unproven.is_empty() {
+                    let at = at % self.unproven.len();
+                    let Dialer { place, dial, .. } = self.unproven.swap_remove(at);
+                    self.plan.dial_ended(place, dial, self.now, &mut fx);
                 }
             }
             Event::SaidClose(at) => {
@@ -788,6 +798,16 @@ const ONE: Limits = Limits {
     dial_window: true,
 };
 
+/// Room for everything.
+const MANY: Limits = Limits {
+    connections: 8,
+    connections_per_origin: 8,
+    idle: 8,
+    idle_per_origin: 8,
+    dials_per_origin: 8,
+    ..ONE
+};
+
 fn model(limits: Limits) -> Model {
     Model::new(limits, None)
 }
@@ -962,15 +982,7 @@ fn an_origin_with_connections_of_its_own_is_given_anothers_only_after_a_while() 
 /// has survived covers the pause soon, whatever its jitter.
 #[test]
 fn a_regular_pause_is_trusted_after_two_dials() {
-    let many = Limits {
-        connections: 8,
-        connections_per_origin: 8,
-        idle: 8,
-        idle_per_origin: 8,
-        dials_per_origin: 8,
-        ..ONE
-    };
-    let mut model = model(many);
+    let mut model = model(MANY);
     let unkeyed = Event::Ask {
         origin: 0,
         need: Need::Young,
@@ -997,4 +1009,297 @@ fn more_waiters_than_allowed_are_turned_away_at_once() {
     }
     // One dials, one waits.
     assert_eq!(model.line.len(), 2);
+}
+
+impl Model {
+    fn run(&mut self, events: &[Event]) -> &mut Self {
+        for &event in events {
+            if matches!(event, Event::DialDone(..)) {
+                self.step(Event::Knock(0));
+            }
+            self.step(event);
+        }
+        self
+    }
+
+    fn dialing(&self) -> usize {
+        self.count(None, State::Dialing)
+    }
+
+    /// The server announces that its connections carry so many requests.
+    fn announce_cap(&mut self, cap: u32) {
+        let mut fx = Effects::none();
+        self.plan.announced_cap(self.plan.places[&0], cap, &mut fx);
+    }
+}
+
+/// So many idle connections that have carried one request of four: with the next each of them is near its end.
+fn half_used_up(limits: Limits, count: usize) -> Model {
+    let mut model = model(limits);
+    for event in [ask(0), Event::DialDone(0, true), Event::End(0)] {
+        model.run(&vec![event; count]);
+    }
+    model.announce_cap(4);
+    model
+}
+
+fn ask_for_fresh() -> Event {
+    Event::Ask {
+        origin: 0,
+        need: Need::Fresh,
+    }
+}
+
+#[test]
+fn a_connection_near_its_end_is_replaced_where_requests_follow_one_another() {
+    let mut model = half_used_up(MANY, 1);
+    assert_eq!(model.run(&[ask(0)]).dialing(), 1);
+
+    let mut model = half_used_up(MANY, 1);
+    let quiet = model.run(&[Event::Tick(5_000), ask(0)]).dialing();
+    assert_eq!(quiet, 0, "a quiet origin");
+}
+
+#[test]
+fn as_many_are_opened_ahead_as_were_in_use_at_a_time_and_end() {
+    let mut model = half_used_up(MANY, 1);
+    model.run(&[ask(0), Event::DialDone(0, true), Event::End(0)]);
+    let asks = [Event::Tick(1), ask(0), Event::End(0)];
+    assert_eq!(model.run(&asks).run(&asks).dialing(), 0, "one is enough");
+}
+
+#[test]
+fn nothing_is_opened_ahead_beyond_a_limit() {
+    for limits in [
+        Limits {
+            connections: 1,
+            ..MANY
+        },
+        Limits {
+            connections_per_origin: 1,
+            ..MANY
+        },
+    ] {
+        let mut model = half_used_up(limits, 1);
+        assert_eq!(model.run(&[ask(0)]).dialing(), 0, "{limits:?}");
+    }
+    let one_dial = Limits {
+        dials_per_origin: 1,
+        ..MANY
+    };
+    let mut model = half_used_up(one_dial, 1);
+    assert_eq!(model.run(&[ask_for_fresh(), ask(0)]).dialing(), 1);
+}
+
+#[test]
+fn nothing_is_opened_ahead_that_could_not_be_kept() {
+    for (idle_per_origin, ahead) in [(1, 0), (2, 1)] {
+        let mut model = model(Limits {
+            idle_per_origin,
+            ..MANY
+        });
+        // One in use for the second time, and an idle one beside it.
+        model.run(&[ask(0), Event::DialDone(0, true), Event::End(0), ask(0)]);
+        model.run(&[ask(0), Event::DialDone(0, true), Event::End(1)]);
+        model.step(Event::SaidClose(0));
+        assert_eq!(model.dialing(), ahead, "{idle_per_origin}");
+    }
+}
+
+#[test]
+fn nothing_is_opened_ahead_once_all_handles_are_gone() {
+    let mut model = model(MANY);
+    model.run(&[ask(0), Event::DialDone(0, true), Event::End(0), ask(0)]);
+    let mut fx = Effects::none();
+    model.plan.retire(&mut fx);
+    assert_eq!(model.run(&[Event::SaidClose(0)]).dialing(), 0);
+}
+
+#[test]
+fn nothing_is_opened_ahead_where_the_dial_window_is_closed() {
+    for (dial_window, dials) in [(true, 5), (false, 6)] {
+        let mut model = half_used_up(
+            Limits {
+                dial_window,
+                ..MANY
+            },
+            1,
+        );
+        model.run(&[ask_for_fresh(); 5]).run(&[Event::Knock(0); 5]);
+        assert_eq!(model.run(&[ask(0)]).dialing(), dials);
+    }
+}
+
+/// A server that closes after each response keeps none, and one that waits may be in its way.
+#[test]
+fn a_first_response_that_says_close_opens_nothing_ahead() {
+    let mut model = model(MANY);
+    model.run(&[
+        ask(0),
+        ask(0),
+        Event::DialDone(0, true),
+        Event::DialDone(0, true),
+    ]);
+    assert_eq!(model.run(&[Event::SaidClose(0)]).dialing(), 0);
+}
+
+#[test]
+fn dials_ahead_begin_a_millisecond_apart() {
+    let mut model = half_used_up(MANY, 2);
+    assert_eq!(model.run(&[ask(0), ask(0)]).dialing(), 1);
+    let later = [Event::End(0), Event::Tick(1), ask(0)];
+    assert_eq!(model.run(&later).dialing(), 2);
+}
+
+#[test]
+fn a_response_that_says_close_does_not_wait_for_the_dial_before() {
+    let mut model = half_used_up(MANY, 2);
+    model.run(&[ask(0), ask(0)]);
+    assert_eq!(model.run(&[Event::SaidClose(0)]).dialing(), 2);
+}
+
+#[test]
+fn who_joins_the_line_waits_for_a_dial_ahead_and_the_next_dials() {
+    let mut model = half_used_up(MANY, 1);
+    model.run(&[ask(0)]);
+    assert_eq!(model.run(&[ask(0)]).dialing(), 1);
+    assert_eq!(model.run(&[ask(0)]).dialing(), 2);
+}
+
+#[test]
+fn who_waits_for_a_dial_ahead_dials_when_that_has_failed() {
+    let mut model = half_used_up(MANY, 1);
+    model.run(&[ask(0), ask(0), Event::DialFailed(0)]);
+    assert!(model.line[0].dials);
+}
+
+#[test]
+fn a_connection_that_is_gone_is_not_counted_as_near_its_end_any_more() {
+    for ways_to_end in [
+        &[Event::Drop(0)][..],
+        &[Event::End(0), Event::Ended(0)],
+        &[Event::End(0), Event::Tick(1_000), Event::Timer(0)],
+        &[Event::End(0), Event::Tick(1_000), Event::Sweep(0)],
+        &[Event::Tick(1_000), Event::End(0)],
+    ] {
+        let mut model = Model::new(MANY, Some(Duration::from_secs(1)));
+        model.run(&[ask(0), Event::DialDone(0, true), Event::End(0)]);
+        model.announce_cap(4);
+        model.lifetime = None;
+        model.run(&[ask(0), Event::DialDone(0, true)]);
+        model.run(ways_to_end);
+        assert_eq!(model.count(None, State::Closing), 1, "{ways_to_end:?}");
+        // The next one comes near its end in turn, and is replaced by one.
+        model.run(&[ask(0), Event::End(0), Event::Tick(1), ask(0)]);
+        assert_eq!(model.dialing(), 1, "{ways_to_end:?}");
+        model.run(&[Event::DialDone(0, true), Event::End(0), Event::Tick(1)]);
+        assert_eq!(model.run(&[ask(0)]).dialing(), 0, "{ways_to_end:?}");
+    }
+}
+
+/// One that has carried two requests, and one of `age` that has carried one. Which is taken?
+fn taken_of_two(need: Need, age: u64, learn: impl FnOnce(&mut Model)) -> u32 {
+    let mut model = model(MANY);
+    model.run(&[
+        ask(0),
+        ask(0),
+        Event::DialDone(0, true),
+        Event::DialDone(0, true),
+    ]);
+    model.run(&[Event::End(0), ask(0), Event::End(0), Event::Tick(age)]);
+    model.run(&[Event::End(0), Event::Tick(1)]);
+    learn(&mut model);
+    model.run(&[Event::Ask { origin: 0, need }]);
+    let taken = model.pick(State::Busy, 0).expect("one of the two");
+    model.connections[taken].thing.served
+}
+
+#[test]
+fn connections_of_a_capped_origin_are_used_up_one_after_the_other() {
+    let capped = |model: &mut Model| model.announce_cap(100);
+    assert_eq!(taken_of_two(Need::Any, 500, |_| ()), 1, "the newest");
+    assert_eq!(taken_of_two(Need::Any, 500, capped), 2);
+    assert_eq!(
+        taken_of_two(Need::Any, 1_000, capped),
+        1,
+        "left to grow old"
+    );
+}
+
+#[test]
+fn a_connection_is_not_used_up_with_a_request_that_it_is_too_old_for() {
+    // Closed after 0.5 s once: 0.2 s are trusted.
+    let short = |model: &mut Model| {
+        let mut fx = Effects::none();
+        let age = Duration::from_millis(500);
+        model.plan.found_closed(model.plan.places[&0], age, &mut fx);
+        model.announce_cap(100);
+    };
+    assert_eq!(taken_of_two(Need::Young, 100, short), 2);
+    assert_eq!(taken_of_two(Need::Young, 300, short), 1);
+}
+
+/// What is still unproven then says nothing of the connections that come later.
+#[test]
+fn an_origin_that_comes_back_begins_with_an_empty_window() {
+    let mut model = model(MANY);
+    model.run(&[ask(0); 4]);
+    model.announce_cap(100);
+    for event in [Event::DialDone(0, false), Event::Drop(0), Event::Gone(0)] {
+        model.run(&[event; 4]);
+    }
+    assert_eq!(model.connections.len(), 0);
+    assert_eq!(model.run(&[ask(0); 4]).dialing(), 4);
+}
+
+#[test]
+fn of_equally_used_connections_the_newest_is_taken() {
+    let mut model = half_used_up(MANY, 1);
+    model.run(&[ask_for_fresh(), Event::DialDone(0, true)]);
+    model.run(&[Event::Tick(1), Event::End(0), ask(0)]);
+    assert_eq!(model.pick(State::Busy, 0), Some(1));
+}
+
+/// Servers close those by other clocks.
+#[test]
+fn the_close_of_an_unused_connection_teaches_nothing_of_idle_ones() {
+    let mut model = model(MANY);
+    model.run(&[ask(0), Event::Cancel(0), Event::DialDone(0, true)]);
+    model.run(&[Event::Tick(500), Event::Ended(0)]);
+    let learnt = model.plan.learnt(&0).expect("still closing");
+    assert_eq!(learnt.idle, IdleRule::default());
+}
+
+/// It was kept before the cap was learnt.
+#[test]
+fn a_connection_that_goes_back_as_it_was_is_no_sign_against_a_cap() {
+    let mut model = model(MANY);
+    model.run(&[ask(0), Event::DialDone(0, true), Event::End(0)]);
+    model.run(&[ask(0), Event::End(0)]);
+    let place = model.plan.places[&0];
+    for _ in 0..2 {
+        let origin = model.plan.origin(place).expect("in use");
+        origin.learnt.cap.closed(2);
+    }
+    model.run(&[ask(0), Event::Release(0)]);
+    let learnt = model.plan.learnt(&0).expect("in use");
+    assert_eq!(learnt.cap.cap(), Some(2));
+}
+
+/// Some servers close those after a few seconds, however long they keep the others.
+#[test]
+fn an_unused_connection_is_trusted_for_a_second_whatever_others_have_survived() {
+    for (age, is_taken) in [(999, true), (1_000, false)] {
+        let mut model = model(MANY);
+        model.run(&[ask(0), Event::Cancel(0), Event::DialDone(0, true)]);
+        let place = model.plan.places[&0];
+        let origin = model.plan.origin(place).expect("in use");
+        origin.learnt.idle.open(Duration::from_secs(60));
+        let unkeyed = Event::Ask {
+            origin: 0,
+            need: Need::Young,
+        };
+        model.run(&[Event::Tick(age), unkeyed]);
+        assert_eq!(model.dialing() == 0, is_taken, "{age}");
+    }
 }

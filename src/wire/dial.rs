@@ -264,8 +264,10 @@ impl Dialer {
         let mut may_be_lost = true;
         let mut is_late = false;
         loop {
+            // Of the attempt before: another one that begins now has its own time.
+            let was_late = std::mem::take(&mut is_late);
             let next = match order.next() {
-                None if std::mem::take(&mut is_late) && may_be_lost => {
+                None if was_late && may_be_lost => {
                     // The last one is being tried for longer than a handshake takes there.
                     match (running.last(), self.books.handshake(origin)) {
                         (Some(attempt), Some(handshake)) => {

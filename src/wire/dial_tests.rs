@@ -283,6 +283,51 @@ async fn the_time_limit_is_not_divided_by_the_number_of_addresses() {
     assert_eq!(world.age(), ms(300));
 }
 
+/// Dials where a handshake is known to take so long. Gives the times of the attempts, and the signs of loss.
+async fn dial_known(world: &World, handshake: Duration) -> (Vec<(SocketAddr, Duration)>, usize) {
+    let origin = origin("http://pay.example/");
+    world.dialer.books.lock().entry(origin.clone()).or_default();
+    world.dialer.books.connected(&origin, handshake);
+    let losses = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&losses);
+    let stage = Stage::reporting(move |sign| {
+        if sign == Sign::Lost {
+            counted.fetch_add(1, Relaxed);
+        }
+    });
+    // Whether it succeeds shows in what was tried.
+    drop(world.dial_to(&origin, &stage).await);
+    (world.attempts(), losses.load(Relaxed))
+}
+
+// envoyproxy/envoy#7535: the kernel would repeat the SYN only after a second.
+#[tokio::test(start_paused = true)]
+async fn the_last_address_gets_one_second_attempt_where_a_handshake_takes_far_less() {
+    let silent = World::new(&[&["127.0.0.1"]], &[("127.0.0.1", Nothing)]);
+    let at = |time| (socket("127.0.0.1"), ms(time));
+    let (attempts, losses) = dial_known(&silent, ms(30)).await;
+    assert_eq!(attempts, [at(0), at(250)]);
+    assert_eq!(losses, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_address_further_off_gets_no_second_attempt_and_its_loss_is_seen() {
+    let silent = World::new(&[&["127.0.0.1"]], &[("127.0.0.1", Nothing)]);
+    let (attempts, losses) = dial_known(&silent, ms(31)).await;
+    assert_eq!((attempts.len(), losses), (1, 1));
+}
+
+/// The second began a few milliseconds before the first was refused.
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_has_just_begun_is_not_repeated_when_another_one_fails() {
+    let behaviour = [("127.0.0.1", Refuses(255)), ("127.0.0.2", Accepts(20))];
+    let world = World::new(&[&["127.0.0.1", "127.0.0.2"]], &behaviour);
+    let (attempts, losses) = dial_known(&world, ms(20)).await;
+    let expected = [(socket("127.0.0.1"), ms(0)), (socket("127.0.0.2"), ms(250))];
+    assert_eq!(attempts, expected);
+    assert_eq!(losses, 0);
+}
+
 // grpc/grpc-go#3353
 #[tokio::test(start_paused = true)]
 async fn when_everybody_refuses_the_name_is_resolved_again_in_the_same_dial() {

@@ -224,3 +224,33 @@ async fn who_gives_up_while_it_waits_for_its_turn_passes_it_on() {
         call.await.expect("no panic");
     }
 }
+
+/// What ends without a byte has neither proved itself nor lost anything, and is waited for no longer.
+#[tokio::test]
+async fn a_connection_that_ends_without_an_answer_lets_the_next_begin() {
+    let clock = HeldClock::start();
+    let gate = Gate::new();
+    let closing = gate.clone();
+    let peer = Peer::start(Scheme::Http, move |conn| {
+        conn.read_request();
+        closing.pass();
+    });
+    let pool = patient();
+    let calls: Vec<_> = (0..5)
+        .map(|_| {
+            let (pool, request) = (pool.clone(), get(&peer.url("/")));
+            tokio::spawn(async move { fetch(&pool, request).await })
+        })
+        .collect();
+    clock
+        .until("four are in use and one waits", || {
+            (pool.stats().busy, pool.stats().waiting) == (4, 1)
+        })
+        .await;
+    gate.open();
+    let is_over = || calls.iter().all(JoinHandle::is_finished);
+    clock.until("all five were sent", is_over).await;
+    for call in calls {
+        call.await.expect("no panic").expect_err("no answer");
+    }
+}
