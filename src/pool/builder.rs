@@ -199,9 +199,10 @@ impl Builder {
     /// as long as nothing is late or lost. What was learnt shows in [`Pool::profile`](crate::Pool::profile).
     ///
     /// # Default
-    /// On: a burst of 64 to a healthy server takes as long as without it on a near network, and less than two round
-    /// trips longer over 50 ms of distance. Switch it off where the servers are known to accept faster than this
-    /// client can dial, and bursts are larger.
+    /// On. A burst of 64 to a healthy server takes as long as without it on a near network, and less than two round
+    /// trips longer over 50 ms of distance. To one nearby that speaks plain HTTP and takes a while to answer the first
+    /// burst takes up to twice as long, since nothing proves that it accepts. Switch it off where the servers are known
+    /// to accept faster than this client dials, and bursts are large.
     pub fn dial_window(mut self, on: bool) -> Self {
         self.limits.dial_window = on;
         self
