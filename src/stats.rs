@@ -165,6 +165,7 @@ pub(crate) struct Counters {
     pub(crate) tls_saved: AtomicU64,
     pub(crate) round_trips_saved: AtomicU64,
     nanos_saved: AtomicU64,
+    nanos_distrusted: AtomicU64,
     pub(crate) stale_by_probe: AtomicU64,
     pub(crate) closed_while_idle: AtomicU64,
     pub(crate) stale_after_write: AtomicU64,
@@ -192,6 +193,7 @@ impl Counters {
             tls_saved: AtomicU64::new(0),
             round_trips_saved: AtomicU64::new(0),
             nanos_saved: AtomicU64::new(0),
+            nanos_distrusted: AtomicU64::new(0),
             stale_by_probe: AtomicU64::new(0),
             closed_while_idle: AtomicU64::new(0),
             stale_after_write: AtomicU64::new(0),
@@ -227,8 +229,12 @@ impl Counters {
         }
         self.round_trips_saved
             .fetch_add(round_trips.into(), Relaxed);
-        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.nanos_saved.fetch_add(nanos, Relaxed);
+        self.nanos_saved.fetch_add(nanos(time), Relaxed);
+    }
+
+    /// A request that found only connections too old to trust has waited so long for another.
+    pub(crate) fn distrusted(&self, time: Duration) {
+        self.nanos_distrusted.fetch_add(nanos(time), Relaxed);
     }
 
     pub(crate) fn closed(&self, reason: CloseReason) {
@@ -264,6 +270,7 @@ impl Counters {
             acks_hastened: read(&self.acks_hastened),
             dialed_ahead: read(&self.dialed_ahead),
             too_old_to_trust: 0,
+            waited_for_trust: Duration::from_nanos(read(&self.nanos_distrusted)),
             closes: ByReason::read(CloseReason::ALL, &self.closes),
             retries: ByReason::read(RetryReason::ALL, &self.retries),
             refusals: ByReason::read(Refusal::ALL, &self.refusals),
@@ -275,6 +282,10 @@ impl Counters {
             origins: Vec::new(),
         }
     }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Where the retry layer notes its decisions, so that the pool's statistics can show them.
@@ -363,6 +374,8 @@ pub struct Stats {
     /// Times that a request which must not be sent twice found idle connections that had been idle for too long
     /// to be trusted with it, and went on another.
     pub too_old_to_trust: u64,
+    /// How long these requests waited for the other connection, in all: what the caution cost.
+    pub waited_for_trust: Duration,
     /// Connections closed, by reason.
     pub closes: ByReason<CloseReason>,
     /// Requests sent again by a retry layer above this pool, by reason.
@@ -475,7 +488,11 @@ impl fmt::Display for Stats {
             self.handed_back
         )?;
         if self.too_old_to_trust > 0 {
-            write!(f, "; {} too old to trust", self.too_old_to_trust)?;
+            write!(
+                f,
+                "; {} too old to trust, which cost {:.1?}",
+                self.too_old_to_trust, self.waited_for_trust
+            )?;
         }
         if self.acks_hastened > 0 {
             write!(

@@ -116,9 +116,6 @@ impl<R: Trade> Desk<R> {
     }
 
     fn carry_out(self: &Arc<Self>, fx: Fx<R>) -> Option<Permit<R>> {
-        if fx.too_old {
-            self.too_old.fetch_add(1, Relaxed);
-        }
         for told in fx.told {
             let Told {
                 who,
@@ -166,7 +163,14 @@ impl<R: Trade> Desk<R> {
         let (now, ticket) = (stamp(), asks.ticket);
         // The spot is made after the lock is released; until then nobody can cancel it but this call, which
         // does not end before.
-        let (answer, spare) = self.event_with_spare(|plan, fx| plan.ask(key, asks, now, fx));
+        let asks = |plan: &mut PlanOf<R>, fx: &mut Fx<R>| {
+            let answer = plan.ask(key, asks, now, fx);
+            (answer, fx.too_old)
+        };
+        let ((answer, too_old), spare) = self.event_with_spare(asks);
+        if too_old {
+            self.too_old.fetch_add(1, Relaxed);
+        }
         match answer {
             Answer::Reuse(place, item, since) => {
                 let mut held = Held::new(self, place, item, Some(since));
@@ -177,6 +181,7 @@ impl<R: Trade> Desk<R> {
                 desk: Arc::clone(self),
                 place,
                 ticket,
+                too_old,
             }),
             Answer::Overloaded => Asked::Overloaded,
             Answer::Closed => Asked::Closed,
@@ -349,9 +354,15 @@ pub(crate) struct Spot<R: Trade> {
     desk: Arc<Desk<R>>,
     place: Place,
     ticket: Ticket,
+    too_old: bool,
 }
 
 impl<R: Trade> Spot<R> {
+    /// Whether there were idle connections, and all too old for this one.
+    pub(crate) fn too_old(&self) -> bool {
+        self.too_old
+    }
+
     /// Leaves the line, and tells which dial to the origin failed last meanwhile.
     pub(crate) fn give_up(self) -> Option<DialFailure> {
         self.cancel()

@@ -331,6 +331,7 @@ async fn in_line(
         Asked::Closed => return Err(pool_closed()),
     };
     drop(seat);
+    let asked = now();
     let mut dial: Option<Dial> = None;
     let out_of_patience = async {
         match wish.until {
@@ -363,7 +364,12 @@ async fn in_line(
             }
         };
         match heard {
-            Some(News::Connection(held)) => return Lease::new(shared, origin, held),
+            Some(News::Connection(held)) => {
+                if spot.too_old() {
+                    shared.counters.distrusted(now() - asked);
+                }
+                return Lease::new(shared, origin, held);
+            }
             Some(News::MayDial(permit)) => dial = Some(start_dial(shared, origin, permit, false)),
             // That is for dials.
             Some(News::Begin | News::Call(_)) => {}

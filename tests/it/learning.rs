@@ -16,7 +16,7 @@ use http::Request;
 use http_body_util::Full;
 use idempool::{IdempotencyKey, Origin, Pool, Profile, Timings};
 
-use crate::support::{HeldClock, Peer, Scheme, builder, eventually, fetch, get, post, read};
+use crate::support::{HeldClock, Logs, Peer, Scheme, builder, eventually, fetch, get, post, read};
 
 fn seconds(s: f64) -> Duration {
     Duration::from_secs_f64(s)
@@ -142,6 +142,7 @@ async fn after_the_first_close_seen_no_unkeyed_request_meets_a_stale_connection(
     let stats = pool.stats();
     assert_eq!((stats.stale_after_write, stats.requests_failed), (0, 0));
     assert!(stats.too_old_to_trust > 0, "{stats}");
+    assert!(stats.waited_for_trust > Duration::ZERO, "{stats}");
 }
 
 /// What was learnt outlives the connections it was learnt from.
@@ -694,4 +695,25 @@ async fn a_close_that_a_request_meets_teaches_as_one_that_is_seen_while_idle() {
         assert_eq!(world.send(Kind::Unkeyed).await, Some(false));
         world.pass(seconds(2.0)).await;
     }
+}
+
+/// Told once, with what to change.
+#[tokio::test]
+async fn an_announced_idle_timeout_below_five_seconds_is_complained_of_once() {
+    let logs = Logs::capture();
+    let peer = Peer::start(Scheme::Http, |conn| {
+        while conn.read_request().is_some() {
+            conn.reply_with("Keep-Alive: timeout=2\r\n", "ok");
+        }
+    });
+    let pool = builder().build();
+    for _ in 0..5 {
+        ask(&pool, get(&peer.url("/"))).await;
+    }
+    let told = logs.above_debug();
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("keep-alive timeout"), "{told:?}");
+    let changes = logs.debug();
+    let is_change = |line: &&String| line.contains("profile changed: idle timeout");
+    assert_eq!(changes.iter().filter(is_change).count(), 1, "{changes:?}");
 }
