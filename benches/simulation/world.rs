@@ -287,6 +287,8 @@ struct Request {
     is_unkeyed: bool,
     called: Time,
     in_line: bool,
+    /// Its dial, for as long as that waits at the gate.
+    at_gate: Option<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -301,7 +303,7 @@ enum Event {
     Call(u64),
     /// The client's kernel repeats a SYN that has met no answer.
     SynTimer(u64, u32),
-    /// The second attempt of a dial.
+    /// A dial looks whether it needs a second attempt.
     Repeat(u64),
     Syn(u64),
     SynAck(u64),
@@ -373,7 +375,8 @@ const SYN_REPEATED: Duration = Duration::from_secs(1);
 /// `tcp_synack_retries`.
 const SYN_ACKS_REPEATED: u32 = 5;
 
-/// As in `wire/dial.rs`: a second attempt after so long, where handshakes are known to take no more than that.
+/// As in `wire/dial.rs`: after so long a dial counts as lost where handshakes take far less, and there is a second
+/// attempt where they are known to take no more than that.
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 const NEAR: Duration = Duration::from_millis(30);
 
@@ -587,6 +590,8 @@ impl World {
             match word {
                 Word::Connection(thing, since) => {
                     request.in_line = false;
+                    let not_wanted = request.at_gate.take();
+                    self.give_up(not_wanted);
                     self.begin_or_ask_again(who, thing, since);
                 }
                 Word::Dial(dial) => {
@@ -676,6 +681,7 @@ impl World {
             is_unkeyed,
             called: self.now,
             in_line: false,
+            at_gate: None,
         };
         self.next += 1;
         let id = self.next;
@@ -1022,7 +1028,20 @@ impl World {
         if self.plan.enter(by, self.stamp()) {
             return self.at_the_gate(id, &Word::Begin);
         }
+        if let Some(owner) = self.requests.get_mut(&by.ticket) {
+            owner.at_gate = Some(id);
+        }
         self.event(origin, |plan, now, fx| plan.knock(by, id, now, fx));
+    }
+
+    /// The dial of a request that was served by a connection that came back, before it got through the gate.
+    fn give_up(&mut self, dial: Option<u64>) {
+        let Some(&Link { origin, by, .. }) = dial.and_then(|id| self.links.get(&id)) else {
+            return;
+        };
+        self.tally.on_path_dials -= 1;
+        self.event(origin, |plan, now, fx| plan.dial_failed(by, None, now, fx));
+        dial.into_iter().for_each(|id| self.free_seat(id));
     }
 
     /// A dial hears that it may connect, or when to call.
@@ -1035,20 +1054,15 @@ impl World {
             link.call = Some(at);
             return self.schedule_at(at, Event::Call(id));
         }
-        let (origin, by) = (link.origin, link.by);
+        let ticket = link.by.ticket;
         link.call = None;
         link.began = self.now;
-        let owner = self.requests.get(&by.ticket);
-        if by.ticket != NOBODY && owner.is_none_or(|owner| !owner.in_line) {
-            // Served by a connection that came back: not wanted any more.
-            self.tally.on_path_dials -= 1;
-            self.event(origin, |plan, now, fx| plan.dial_failed(by, None, now, fx));
-            return self.free_seat(id);
+        if let Some(owner) = self.requests.get_mut(&ticket) {
+            owner.at_gate = None;
         }
         self.send_packet(Event::Syn(id));
         self.set_timer(SYN_REPEATED, Event::SynTimer(id, 1));
-        let handshake = self.handshakes.get(&origin);
-        if handshake.is_some_and(|took| *took <= NEAR) {
+        if self.may_fail() {
             self.schedule(ATTEMPT_DELAY, Event::Repeat(id));
         }
     }
@@ -1065,12 +1079,30 @@ impl World {
         }
     }
 
+    /// A dial looks at the clock: has it taken longer than handshakes do there?
     fn second_attempt(&mut self, id: u64) {
-        if let Some(&Link { origin, by, .. }) = self.dialing(id) {
-            self.event(origin, |plan, now, fx| {
-                plan.dial_lost(by.place, by.dial, now, fx);
-            });
-            self.send_packet(Event::Syn(id));
+        let Some(&Link {
+            origin, by, began, ..
+        }) = self.dialing(id)
+        else {
+            return;
+        };
+        let handshake = self.handshakes.get(&origin).copied();
+        let patience = handshake.map(|took| ATTEMPT_DELAY.max(4 * took));
+        match (handshake, patience) {
+            (Some(handshake), Some(patience)) if self.now >= began + patience => {
+                self.event(origin, |plan, now, fx| {
+                    plan.dial_lost(by.place, by.dial, now, fx);
+                });
+                if handshake <= NEAR {
+                    if let Some(link) = self.links.get_mut(&id) {
+                        // What it takes is measured from here.
+                        link.began = self.now;
+                    }
+                    self.send_packet(Event::Syn(id));
+                }
+            }
+            _ => self.schedule(ATTEMPT_DELAY, Event::Repeat(id)),
         }
     }
 
@@ -1177,6 +1209,15 @@ impl World {
         };
         link.thing.ends = ends;
         let (thing, by, origin) = (link.thing, link.by, link.origin);
+        if is_proven && link.has_lost {
+            // In the TLS handshake, perhaps.
+            self.event(origin, |plan, now, fx| {
+                plan.dial_lost(by.place, by.dial, now, fx);
+            });
+        }
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
         if !is_proven {
             link.proof = Proof::Wanted;
             self.schedule(FIRST_REPEAT, Event::ProofDue(id, false));
