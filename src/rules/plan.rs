@@ -234,8 +234,8 @@ struct Waiter<W> {
     who: W,
     need: Need,
     since: Instant,
-    /// Has a dial of its own.
-    dials: bool,
+    /// The dial of its own, if it has one. Its ticket may have had others before.
+    dial: Option<DialId>,
 }
 
 #[derive(Debug)]
@@ -446,7 +446,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             who: asks.who,
             need: asks.need,
             since: now.at,
-            dials: false,
+            dial: None,
         };
         origin.line.insert(asks.ticket, waiter);
         origin.undialed.insert(asks.ticket);
@@ -603,6 +603,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         origin.dial_over(ticket);
         origin.born.push((item.id(), now.at));
         if let Some(owner) = origin.line.remove(&ticket) {
+            origin.undialed.remove(&ticket);
             origin.busy += 1;
             fx.told.push(Told {
                 who: owner.who,
@@ -638,8 +639,12 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         origin.learnt.window.ended(dial);
         origin.attend(place, now.at, fx);
         origin.dial_over(ticket);
-        let owner = origin.line.remove(&ticket);
-        fx.gone.extend(owner.map(|owner| owner.who));
+        // Who was served otherwise and has come back into line has another dial, or none.
+        let is_own = |waiter: &Waiter<W>| waiter.dial == Some(dial);
+        if origin.line.get(&ticket).is_some_and(is_own) {
+            let owner = origin.line.remove(&ticket);
+            fx.gone.extend(owner.map(|owner| owner.who));
+        }
         if let Some(failure) = failure {
             origin.last_failure = Some((now.at, failure));
         }
@@ -1106,7 +1111,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 next = Some(ticket);
                 break;
             }
-            if !waiter.dials && (is_full || origin.seats >= limits.connections_per_origin) {
+            if waiter.dial.is_none() && (is_full || origin.seats >= limits.connections_per_origin) {
                 // First in line, and needs the seat for a connection of its own.
                 return origin.discard(item, CloseReason::MadeRoom, fx);
             }
@@ -1177,16 +1182,19 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
                 continue;
             };
             origin.undialed.remove(&ticket);
-            if let Some(waiter) = origin.line.get_mut(&ticket) {
-                waiter.dials = true;
-                let who = waiter.who.clone();
-                let word = Word::Dial(self.begin_dial(place));
-                fx.told.push(Told {
-                    who,
-                    place,
-                    ticket,
-                    word,
-                });
+            if origin.line.contains_key(&ticket) {
+                let dial = self.begin_dial(place);
+                if let Some(origin) = self.origin(place)
+                    && let Some(waiter) = origin.line.get_mut(&ticket)
+                {
+                    waiter.dial = Some(dial);
+                    fx.told.push(Told {
+                        who: waiter.who.clone(),
+                        place,
+                        ticket,
+                        word: Word::Dial(dial),
+                    });
+                }
             }
             self.refresh(place, fx);
         }

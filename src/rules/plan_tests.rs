@@ -1303,3 +1303,51 @@ fn an_unused_connection_is_trusted_for_a_second_whatever_others_have_survived() 
         assert_eq!(model.dialing() == 0, is_taken, "{age}");
     }
 }
+
+/// A request was given a connection that came back, found it dead, and is in line again under its old ticket when the
+/// dial that it had before fails. That is not its dial any more.
+#[test]
+fn a_dial_from_before_takes_nobody_out_of_the_line() {
+    let mut plan: Plan<u8, Thing, &str> = Plan::new(MANY, None);
+    let (now, mut fx) = (stamp(), Effects::none());
+    let asks = |who, ticket, again| Asks {
+        who,
+        ticket,
+        need: Need::Any,
+        again,
+    };
+    let mut dials = |fx: &mut Effects<u8, Thing, &str>| {
+        let told = fx.told.drain(..);
+        let dial = told.map(|told| match told.word {
+            Word::Dial(dial) => Dialer {
+                place: told.place,
+                ticket: told.ticket,
+                dial,
+            },
+            word => panic!("{word:?}"),
+        });
+        dial.last().expect("a dial")
+    };
+    plan.ask(&0, asks("one", 1, false), now, &mut fx);
+    let first = dials(&mut fx);
+    let thing = Thing {
+        id: 7,
+        served: 1,
+        ends: None,
+    };
+    plan.dialed(first, thing, true, now, &mut fx);
+    fx.told.clear();
+    plan.ask(&0, asks("two", 2, false), now, &mut fx);
+    let second = dials(&mut fx);
+    plan.put_back(first.place, thing, now, None, now, &mut fx);
+    assert_eq!((fx.told.len(), fx.told[0].who), (1, "two"));
+    fx.told.clear();
+
+    plan.leave(first.place, 7);
+    plan.ask(&0, asks("two", 2, true), now, &mut fx);
+    let third = dials(&mut fx);
+    plan.dial_failed(second, None, now, &mut fx);
+    assert_eq!(fx.gone, [""; 0], "it was not its dial");
+    plan.dial_failed(third, None, now, &mut fx);
+    assert_eq!(fx.gone, ["two"]);
+}
