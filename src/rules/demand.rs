@@ -1,59 +1,67 @@
 //! How much an origin is in use now: whether a connection that is opened ahead of time will be wanted soon.
 //!
-//! Two answers about the last moments: the most connections that were in use at a time, and whether requests follow
-//! one another at all. A quiet origin has no demand, and nothing is opened for it. Pure.
+//! Two answers: the most connections that were in use at a time lately, and whether requests follow one another at all.
+//! A quiet origin has no demand, and nothing is opened for it. Pure.
 
 use std::time::Duration;
 
 use crate::clock::Instant;
 
-/// Looks back for at least as long, and for a few times as long at most.
-const WINDOW: Duration = Duration::from_secs(1);
+/// How far back the requests count that follow one another: for at least as long, and for a few times as long at most.
+const FOLLOWING: Duration = Duration::from_secs(1);
 
-/// So many requests in that time: the one that asks, and one before it.
-const FOLLOWING: u32 = 2;
+/// So many in that time: the one that asks, and one before it.
+const FOLLOW: usize = 2;
 
+/// How far back the use counts, in the same way. Longer: what was needed at a time once is needed again.
+const USE: Duration = Duration::from_secs(8);
+
+/// Something of now and of the time before, in two spans of at least so long.
 #[derive(Clone, Copy, Debug, Default)]
-struct Span {
-    peak: usize,
-    requests: u32,
+struct Spans {
+    began: Option<Instant>,
+    now: usize,
+    before: usize,
+}
+
+impl Spans {
+    fn turn(&mut self, span: Duration, now: Instant) {
+        let began = *self.began.get_or_insert(now);
+        let age = now.saturating_duration_since(began);
+        if age < span {
+            return;
+        }
+        self.before = if age < 2 * span { self.now } else { 0 };
+        self.now = 0;
+        self.began = Some(now);
+    }
 }
 
 /// How much one origin is in use.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Demand {
-    began: Option<Instant>,
-    now: Span,
-    before: Span,
+    requests: Spans,
+    peaks: Spans,
 }
 
 impl Demand {
     /// A request has begun or waits; with it so many do.
     pub(crate) fn note(&mut self, at_a_time: usize, now: Instant) {
         self.turn(now);
-        self.now.peak = self.now.peak.max(at_a_time);
-        self.now.requests = self.now.requests.saturating_add(1);
+        self.requests.now = self.requests.now.saturating_add(1);
+        self.peaks.now = self.peaks.now.max(at_a_time);
     }
 
     /// Whether more than so many connections will be wanted soon.
     pub(crate) fn exceeds(&mut self, usable: usize, now: Instant) -> bool {
         self.turn(now);
-        let requests = self.now.requests.saturating_add(self.before.requests);
-        requests >= FOLLOWING && self.now.peak.max(self.before.peak) > usable
+        let requests = self.requests.now.saturating_add(self.requests.before);
+        requests >= FOLLOW && self.peaks.now.max(self.peaks.before) > usable
     }
 
     fn turn(&mut self, now: Instant) {
-        let began = *self.began.get_or_insert(now);
-        let age = now.saturating_duration_since(began);
-        if age < WINDOW {
-            return;
-        }
-        self.before = match age < 2 * WINDOW {
-            true => self.now,
-            false => Span::default(),
-        };
-        self.now = Span::default();
-        self.began = Some(now);
+        self.requests.turn(FOLLOWING, now);
+        self.peaks.turn(USE, now);
     }
 }
 
