@@ -79,9 +79,10 @@ const REMEMBERED: usize = 1024;
 /// those by other clocks than idle ones, some after 5 s.
 const UNUSED_TRUSTED: Duration = Duration::from_secs(1);
 
-/// How long a connection may have been idle to be used before a newer one because it has carried more. A longer idle one
-/// is left to grow old.
-const USED_UP_WITHIN: Duration = Duration::from_secs(1);
+/// How long a connection may have been idle to be used before a newer one because it has carried more: they come to their
+/// end together where many are at work all the time. Where there are pauses, a worn one that is used first would only
+/// come to its end before the next peak.
+const USED_UP_WITHIN: Duration = Duration::from_millis(10);
 
 /// Between two dials that are begun because connections are near their end.
 const SPARE_GAP: Duration = Duration::from_millis(1);

@@ -1217,26 +1217,22 @@ fn taken_of_two(need: Need, age: u64, learn: impl FnOnce(&mut Model)) -> u32 {
 #[test]
 fn connections_of_a_capped_origin_are_used_up_one_after_the_other() {
     let capped = |model: &mut Model| model.announce_cap(100);
-    assert_eq!(taken_of_two(Need::Any, 500, |_| ()), 1, "the newest");
-    assert_eq!(taken_of_two(Need::Any, 500, capped), 2);
-    assert_eq!(
-        taken_of_two(Need::Any, 1_000, capped),
-        1,
-        "left to grow old"
-    );
+    assert_eq!(taken_of_two(Need::Any, 5, |_| ()), 1, "the newest");
+    assert_eq!(taken_of_two(Need::Any, 5, capped), 2);
+    assert_eq!(taken_of_two(Need::Any, 10, capped), 1, "left to grow old");
 }
 
 #[test]
 fn a_connection_is_not_used_up_with_a_request_that_it_is_too_old_for() {
-    // Closed after 0.5 s once: 0.2 s are trusted.
+    // Closed after 10 ms once: 4 ms are trusted.
     let short = |model: &mut Model| {
         let mut fx = Effects::none();
-        let age = Duration::from_millis(500);
+        let age = Duration::from_millis(10);
         model.plan.found_closed(model.plan.places[&0], age, &mut fx);
         model.announce_cap(100);
     };
-    assert_eq!(taken_of_two(Need::Young, 100, short), 2);
-    assert_eq!(taken_of_two(Need::Young, 300, short), 1);
+    assert_eq!(taken_of_two(Need::Young, 1, short), 2);
+    assert_eq!(taken_of_two(Need::Young, 6, short), 1);
 }
 
 /// What is still unproven then says nothing of the connections that come later.
