@@ -1312,9 +1312,9 @@ fn a_dial_from_before_takes_nobody_out_of_the_line() {
         need: Need::Any,
         again,
     };
-    let mut dials = |fx: &mut Effects<u8, Thing, &str>| {
+    let dials = |fx: &mut Effects<u8, Thing, &str>| {
         let told = fx.told.drain(..);
-        let dial = told.map(|told| match told.word {
+        let mut dial = told.map(|told| match told.word {
             Word::Dial(dial) => Dialer {
                 place: told.place,
                 ticket: told.ticket,
@@ -1322,7 +1322,7 @@ fn a_dial_from_before_takes_nobody_out_of_the_line() {
             },
             word => panic!("{word:?}"),
         });
-        dial.last().expect("a dial")
+        dial.next_back().expect("a dial")
     };
     plan.ask(&0, asks("one", 1, false), now, &mut fx);
     let first = dials(&mut fx);
