@@ -30,6 +30,8 @@ mod fault_matrix {
 #[allow(dead_code, clippy::unwrap_used)] // a part of the tests, which need more of it and fail by panicking
 #[path = "../tests/it/network/namespaces.rs"]
 mod namespaces;
+#[path = "support/python.rs"]
+mod python;
 #[cfg(target_os = "linux")]
 #[allow(dead_code, clippy::unwrap_used)]
 #[path = "../tests/it/network/relay.rs"]
@@ -37,9 +39,8 @@ mod relay;
 
 use std::any::Any;
 use std::collections::HashSet;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -182,29 +183,6 @@ print(server.server_port, flush=True)
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
 server.serve_forever()
 ";
-
-/// Ends with its row.
-struct Python(Child);
-
-impl Drop for Python {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn python() -> Option<(Python, SocketAddr)> {
-    let mut command = Command::new("python3");
-    let command = command.args(["-c", PYTHON]);
-    let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut python = Python(command.spawn().ok()?);
-    let mut line = String::new();
-    BufReader::new(python.0.stdout.take()?)
-        .read_line(&mut line)
-        .ok()?;
-    let port: u16 = line.trim().parse().ok()?;
-    Some((python, SocketAddr::from((LOOPBACK, port))))
-}
 
 /// The standard library's listeners have a backlog of their own choice.
 fn listen(host: [u8; 4], backlog: i32) -> (TcpListener, SocketAddr) {
@@ -407,7 +385,7 @@ fn storm_row(
     limit: Duration,
     namespace: &str,
 ) {
-    let (python, server, address) = match python() {
+    let (python, server, address) = match python::start(PYTHON) {
         Some((python, address)) => (Some(python), "http.server", address),
         None => (None, "stand_in", stand_in()),
     };
@@ -439,7 +417,7 @@ fn storms(quick: bool) {
         println!("dial_storm: skipped the storm: a process may open {limit} descriptors only");
         return;
     }
-    if python().is_none() {
+    if python::start(PYTHON).is_none() {
         println!("dial_storm: skipped http.server, a stand-in serves: there is no python3");
     }
     let started = Instant::now();
@@ -573,33 +551,7 @@ fn bursts_over_a_distance(turns: usize) -> Result<(), String> {
     const SERVER: [u8; 4] = [192, 0, 2, 2];
     const ONE_WAY: Duration = Duration::from_millis(25);
     let (client, between, server) = (Namespace::new()?, Namespace::new()?, Namespace::new()?);
-    let hosts = [
-        (
-            &client,
-            "client",
-            ["192.0.2.1", "02:00:00:00:00:01"],
-            ["192.0.2.2", "02:00:00:00:00:02"],
-        ),
-        (
-            &server,
-            "server",
-            ["192.0.2.2", "02:00:00:00:00:02"],
-            ["192.0.2.1", "02:00:00:00:00:01"],
-        ),
-    ];
-    // A segment a frame: nobody after this link would cut a larger one.
-    for (host, name, [ip, mac], [other_ip, other_mac]) in hosts {
-        let between = between.path();
-        host.ip(&format!(
-            "link add {name} address {mac} type veth peer name to-{name} netns {between}\n\
-             link set dev {name} addrgenmode none\n\
-             link set dev {name} gso_max_segs 1\n\
-             address add {ip}/30 dev {name}\n\
-             link set dev {name} up\n\
-             neighbour add {other_ip} lladdr {other_mac} dev {name} nud permanent\n"
-        ))?;
-    }
-    between.ip("link set dev to-client up\nlink set dev to-server up\n")?;
+    namespaces::join(&client, &between, &server)?;
     let relay = between.enter(|| relay::Relay::start("to-client", "to-server", ONE_WAY))?;
     let server = server.enter(|| Healthy::start(SERVER));
     client.enter(|| bursts("cold_burst_50ms", &server, turns));

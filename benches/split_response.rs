@@ -5,9 +5,11 @@
 //! `http.server` as well, told to speak HTTP/1.1. Sequential requests on one connection.
 //! `cargo bench --bench split_response`; `--quick` for a tenth of it.
 
-use std::io::{BufRead, BufReader, Read, Write};
+#[path = "support/python.rs"]
+mod python;
+
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -52,28 +54,6 @@ server = ThreadingHTTPServer(('127.0.0.1', 0), Hello)
 print(server.server_port, flush=True)
 server.serve_forever()
 ";
-
-/// Ends with the bench.
-struct Python(Child);
-
-impl Drop for Python {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn python() -> Option<(Python, SocketAddr)> {
-    let mut command = Command::new("python3");
-    let command = command.args(["-c", PYTHON]).stdout(Stdio::piped());
-    let mut child = command.spawn().ok()?;
-    let mut line = String::new();
-    BufReader::new(child.stdout.take()?)
-        .read_line(&mut line)
-        .ok()?;
-    let port: u16 = line.trim().parse().ok()?;
-    Some((Python(child), SocketAddr::from(([127, 0, 0, 1], port))))
-}
 
 fn request(uri: &Uri) -> Request<Empty<Bytes>> {
     Request::get(uri.clone())
@@ -129,7 +109,7 @@ fn main() {
         .build()
         .expect("a runtime");
     runtime.block_on(compare("two_writes", server(), requests));
-    match python() {
+    match python::start(PYTHON) {
         Some((python, address)) => {
             runtime.block_on(compare("http.server", address, requests));
             drop(python);

@@ -24,7 +24,7 @@ pub struct Profile {
     pub splits_responses: bool,
     /// The last `Keep-Alive: timeout` of a response.
     pub announced_idle_timeout: Option<Duration>,
-    /// Of the last eight idle connections that the server has closed the one that was youngest.
+    /// Of the last four idle connections that the server has closed the one that was youngest.
     pub shortest_close: Option<CloseAge>,
     /// The longest idle age at which a connection was seen open since the last close.
     pub longest_open: Option<Duration>,

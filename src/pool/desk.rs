@@ -69,6 +69,8 @@ pub(crate) enum Asked<R: Trade> {
 }
 
 type Fx<R> = Effects<<R as Trade>::Key, <R as Trade>::Item, <R as Trade>::Line>;
+/// What can happen to a dial.
+type DialEvent<R> = fn(&mut PlanOf<R>, Place, DialId, Stamp, &mut Fx<R>);
 type PlanOf<R> = Plan<<R as Trade>::Key, <R as Trade>::Item, <R as Trade>::Line>;
 
 /// A pool's plan, and its lock.
@@ -153,9 +155,7 @@ impl<R: Trade> Desk<R> {
         let now = stamp();
         let (found, spare) = self.event_with_spare(|plan, fx| plan.reuse(key, need, now, fx));
         let (place, item, since) = found?;
-        let mut held = Held::new(self, place, item, Some(since));
-        held.spare = spare;
-        Some(held)
+        Some(Held::reused(self, place, item, since, spare))
     }
 
     /// Asks for a connection: an idle one at once, else a place in line.
@@ -173,9 +173,7 @@ impl<R: Trade> Desk<R> {
         }
         match answer {
             Answer::Reuse(place, item, since) => {
-                let mut held = Held::new(self, place, item, Some(since));
-                held.spare = spare;
-                Asked::Reuse(held)
+                Asked::Reuse(Held::reused(self, place, item, since, spare))
             }
             Answer::InLine(place) => Asked::InLine(Spot {
                 desk: Arc::clone(self),
@@ -271,6 +269,19 @@ impl<R: Trade> Held<R> {
             survived: None,
             spare: None,
         }
+    }
+
+    /// One that was idle, with leave to dial another if it is near its end.
+    fn reused(
+        desk: &Arc<Desk<R>>,
+        place: Place,
+        item: R::Item,
+        since: Stamp,
+        spare: Option<Permit<R>>,
+    ) -> Self {
+        let mut held = Held::new(desk, place, item, Some(since));
+        held.spare = spare;
+        held
     }
 
     /// Since when the connection was idle; `None` if it comes straight from its dial.
@@ -448,7 +459,7 @@ impl<R: Trade> Permit<R> {
         let (by, now) = (self.by, stamp());
         self.desk
             .event(|plan, fx| plan.dialed(by, item, is_proven, now, fx));
-        (!is_proven).then(|| Unproven(self.reports()))
+        (!is_proven).then(|| Unproven(Some(self.reports())))
     }
 
     /// The dial has failed.
@@ -491,23 +502,31 @@ impl<R: Trade> Reports<R> {
 }
 
 /// A connection on which the server has not sent anything yet. Dropped, it says nothing of how the server accepts.
-pub(crate) struct Unproven<R: Trade>(Reports<R>);
+pub(crate) struct Unproven<R: Trade>(Option<Reports<R>>);
 
 impl<R: Trade> Unproven<R> {
     /// The server has sent its first byte.
     pub(crate) fn proven(self) {
-        self.0.report(PlanOf::<R>::proven);
+        self.ends(PlanOf::<R>::proven);
     }
 
     /// A packet was lost.
     pub(crate) fn lost(self) {
-        self.0.lost();
+        self.ends(PlanOf::<R>::dial_lost);
+    }
+
+    fn ends(mut self, how: DialEvent<R>) {
+        if let Some(reports) = self.0.take() {
+            reports.report(how);
+        }
     }
 }
 
 impl<R: Trade> Drop for Unproven<R> {
     fn drop(&mut self) {
-        self.0.report(PlanOf::<R>::dial_ended);
+        if let Some(reports) = self.0.take() {
+            reports.report(PlanOf::<R>::dial_ended);
+        }
     }
 }
 

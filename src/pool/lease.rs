@@ -459,8 +459,8 @@ async fn dial(
         Ok(dialed) => {
             let first_byte = dialed.conn.meter().first_byte_received();
             let socket = dialed.conn.socket().clone();
-            if Conn::has_lost(&socket) == Some(true) {
-                // In the TLS handshake, perhaps.
+            // The dial has looked after TCP's handshake; a plain one has sent nothing since.
+            if origin.is_https() && Conn::has_lost(&socket) == Some(true) {
                 permit.reports().lost();
             }
             let card = open(&shared, &origin, &permit, dialed);

@@ -182,7 +182,7 @@ impl DialWindow {
                 self.size += 1;
             }
             let proven = (at_once / 2).min(MOST);
-            self.size = self.size.max(START).max(proven);
+            self.size = self.size.max(proven);
         }
     }
 

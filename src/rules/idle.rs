@@ -9,8 +9,9 @@
 //! * With nothing known, an age of [`UNKNOWN`] is trusted.
 //! * An idle connection that was seen open at some age shows that the server waits for longer than that: from then
 //!   on that age is trusted.
-//! * An announced timeout, less [a little](margin_for_all), is the limit. It is trusted less a [`margin`], and the age at which the server was seen to close less a
-//!   [`margin_of_close`]. They cap everything: the shortest close of the last [`CLOSES`] counts, at once.
+//! * An announced timeout, less [a little](margin_for_all), is the limit. It is trusted less a [`margin`], and the age at
+//!   which the server was seen to close less a [`margin_of_close`]. They cap everything: the shortest close of the last
+//!   [`CLOSES`] counts, at once.
 //! * A server that has changed its mind upwards is believed slowly: when it has closed [`CLOSES`] times later, or when
 //!   connections were seen open at more than that age [`CONTRADICTIONS`] times.
 
@@ -125,15 +126,18 @@ impl IdleRule {
     pub(crate) fn trusted(&self) -> Duration {
         let trusted = self.open.map_or(UNKNOWN, |open| open.max(UNKNOWN));
         let closes = self.shortest_close().map(Close::trusted);
-        let announced = self.announced.map(|time| time - margin(time));
-        let known = announced.into_iter().chain(closes);
+        let known = self.announced_trusted().into_iter().chain(closes);
         known.fold(trusted, Duration::min)
+    }
+
+    fn announced_trusted(&self) -> Option<Duration> {
+        self.announced.map(|time| time - margin(time))
     }
 
     /// Where the trusted age comes from.
     pub(crate) fn source(&self) -> Source {
         let trusted = self.trusted();
-        if self.announced.map(|time| time - margin(time)) == Some(trusted) {
+        if self.announced_trusted() == Some(trusted) {
             return Source::Hint;
         }
         let close = self.shortest_close().map(Close::trusted);

@@ -37,7 +37,7 @@ use crate::clock::{Instant, Stamp};
 use crate::error::DialFailure;
 use crate::rules::cap::is_near;
 use crate::rules::demand::Demand;
-use crate::rules::dial_window::{DialId, Leave};
+use crate::rules::dial_window::{DialId, DialWindow, Leave};
 use crate::rules::idle::IdleRule;
 use crate::rules::learnt::{Learnt, Lesson};
 use crate::rules::shelf::{Expiry, Item, Shelf};
@@ -289,33 +289,36 @@ impl<K: Clone, T: Item, W: Clone> Origin<K, T, W> {
     /// Lets through who may connect now, and tells the first of the others when to call.
     fn attend(&mut self, place: Place, now: Instant, fx: &mut Effects<K, T, W>) {
         let window = &mut self.learnt.window;
-        while let Some((&dial, who)) = self.gate.first_key_value() {
-            let word = match window.leave(now) {
-                Leave::Now => Word::Begin,
-                Leave::At(at) => Word::Call(at),
-            };
-            if let Word::Call(at) = word {
-                let is_told = self
-                    .caller
-                    .is_some_and(|(caller, then)| caller == dial && then <= at);
-                if is_told {
-                    return;
-                }
-                self.caller = Some((dial, at));
-            }
-            let is_call = matches!(word, Word::Call(_));
+        let mut tell = |who, word| {
             fx.told.push(Told {
-                who: who.clone(),
+                who,
                 place,
                 ticket: NOBODY,
                 word,
             });
-            if is_call {
-                return;
+        };
+        while let Some(first) = self.gate.first_entry() {
+            let dial = *first.key();
+            match window.leave(now) {
+                Leave::Now => {
+                    window.began(dial, now);
+                    tell(first.remove(), Word::Begin);
+                }
+                Leave::At(at) => {
+                    let is_told = |(caller, then)| caller == dial && then <= at;
+                    if !self.caller.is_some_and(is_told) {
+                        self.caller = Some((dial, at));
+                        tell(first.get().clone(), Word::Call(at));
+                    }
+                    return;
+                }
             }
-            window.began(dial, now);
-            self.gate.pop_first();
         }
+    }
+
+    /// Something was learnt by this event, if it was.
+    fn note(&self, lesson: Option<Lesson>, fx: &mut Effects<K, T, W>) {
+        fx.lesson = lesson.map(|lesson| (self.key.clone(), lesson));
     }
 
     /// Who in line is the first without a dial, if more are than dials are under way that nobody asked for. Those end
@@ -436,7 +439,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         {
             // Too old for this one. That they are open still is worth knowing for the next.
             let lesson = origin.learnt.open(oldest.until(now));
-            fx.lesson = lesson.map(|lesson| (key.clone(), lesson));
+            origin.note(lesson, fx);
             fx.too_old = true;
         }
         let limit = self.limits.waiters_per_origin;
@@ -529,11 +532,8 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         now: Stamp,
         fx: &mut Effects<K, T, W>,
     ) {
-        if let Some(origin) = self.origin(place) {
-            origin.learnt.window.connected(dial, took);
-            // Perhaps it was the one that was late.
-            origin.attend(place, now.at, fx);
-        }
+        // Perhaps it was the one that was late.
+        self.at_the_window(place, now, fx, |window| window.connected(dial, took));
     }
 
     /// The server has sent the first byte on what a dial has opened.
@@ -544,10 +544,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         now: Stamp,
         fx: &mut Effects<K, T, W>,
     ) {
-        if let Some(origin) = self.origin(place) {
-            origin.learnt.window.proven(dial, now.at);
-            origin.attend(place, now.at, fx);
-        }
+        self.at_the_window(place, now, fx, |window| window.proven(dial, now.at));
     }
 
     /// A dial, or the first request on what it has opened, has lost a packet.
@@ -560,7 +557,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     ) {
         if let Some(origin) = self.origin(place) {
             let lesson = origin.learnt.lost(dial, now.at);
-            fx.lesson = lesson.map(|lesson| (origin.key.clone(), lesson));
+            origin.note(lesson, fx);
             origin.attend(place, now.at, fx);
         }
     }
@@ -573,8 +570,19 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         now: Stamp,
         fx: &mut Effects<K, T, W>,
     ) {
+        self.at_the_window(place, now, fx, |window| window.ended(dial));
+    }
+
+    /// Something has happened to a dial, by which others may be let through.
+    fn at_the_window(
+        &mut self,
+        place: Place,
+        now: Stamp,
+        fx: &mut Effects<K, T, W>,
+        event: impl FnOnce(&mut DialWindow),
+    ) {
         if let Some(origin) = self.origin(place) {
-            origin.learnt.window.ended(dial);
+            event(&mut origin.learnt.window);
             origin.attend(place, now.at, fx);
         }
     }
@@ -668,7 +676,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
             let idle = survived.and_then(|age| origin.learnt.open(age));
             // A connection that goes back as it was says nothing.
             let cap = survived.and_then(|_| origin.learnt.cap(|cap| cap.kept(item.served())));
-            fx.lesson = cap.or(idle).map(|lesson| (origin.key.clone(), lesson));
+            origin.note(cap.or(idle), fx);
             origin.busy -= 1;
             self.busy -= 1;
         }
@@ -713,7 +721,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
         if !item.is_unused() {
             let age = since.until(now);
             let lesson = origin.learnt.idle(|idle| idle.closed(age, false));
-            fx.lesson = lesson.map(|lesson| (origin.key.clone(), lesson));
+            origin.note(lesson, fx);
         }
         self.idle -= 1;
         Some(item)
@@ -771,7 +779,7 @@ impl<K: Clone + Eq + Hash, T: Item, W: Clone> Plan<K, T, W> {
     ) {
         if let Some(origin) = self.origin(place) {
             let lesson = event(&mut origin.learnt);
-            fx.lesson = lesson.map(|lesson| (origin.key.clone(), lesson));
+            origin.note(lesson, fx);
         }
     }
 

@@ -178,7 +178,7 @@ impl Dialer {
         &self,
         origin: &Origin,
         order: Order,
-        mut resolve: Duration,
+        resolve: Duration,
         stage: &Stage,
         progress: &mut Progress,
         connect: &impl Fn(SocketAddr) -> C,
@@ -205,11 +205,10 @@ impl Dialer {
         let (socket, address, attempt) = result.map_err(|error| {
             Error::before_sending(ErrorKind::Connect, Phase::Connect).with_source(error)
         })?;
-        resolve += again_for;
         Ok(Opened {
             socket,
             address,
-            resolve,
+            resolve: resolve + again_for,
             connect: (now() - started).saturating_sub(again_for),
             attempt,
         })

@@ -11,7 +11,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::namespaces::Namespace;
+use super::namespaces::{Namespace, join};
 use super::relay::{Relay, Rules};
 use crate::support::{Conn, Gate, Names, Peer, Scheme, server_config};
 
@@ -55,37 +55,7 @@ impl Network {
     fn make(delay: Duration) -> Result<Network, String> {
         let (client, server) = (Namespace::new()?, Namespace::new()?);
         let between = Namespace::new()?;
-        let hosts = [
-            (
-                &client,
-                "client",
-                ["192.0.2.1", "02:00:00:00:00:01"],
-                ["192.0.2.2", "02:00:00:00:00:02"],
-            ),
-            (
-                &server,
-                "server",
-                ["192.0.2.2", "02:00:00:00:00:02"],
-                ["192.0.2.1", "02:00:00:00:00:01"],
-            ),
-        ];
-        // Neighbours are known and IPv6 is quiet, so that only TCP is on the wire. A segment a frame:
-        // nobody after this link would cut a larger one.
-        for (host, name, [ip, mac], [other_ip, other_mac]) in hosts {
-            let between = between.path();
-            host.ip(&format!(
-                "link add {name} address {mac} type veth peer name to-{name} netns {between}\n\
-                 link set dev {name} addrgenmode none\n\
-                 link set dev {name} gso_max_segs 1\n\
-                 address add {ip}/30 dev {name}\n\
-                 link set dev {name} up\n\
-                 neighbour add {other_ip} lladdr {other_mac} dev {name} nud permanent\n"
-            ))?;
-        }
-        between.ip("link set dev to-client addrgenmode none\n\
-             link set dev to-client up\n\
-             link set dev to-server addrgenmode none\n\
-             link set dev to-server up\n")?;
+        join(&client, &between, &server)?;
         let relay = between.enter(|| Relay::start("to-client", "to-server", delay))?;
         Ok(Network {
             relay,

@@ -74,3 +74,43 @@ impl Namespace {
         })
     }
 }
+
+/// Links a client at 192.0.2.1 and a server at 192.0.2.2 to what is between them, where the links are called
+/// `to-client` and `to-server`. The error says what is missing.
+pub(crate) fn join(
+    client: &Namespace,
+    between: &Namespace,
+    server: &Namespace,
+) -> Result<(), String> {
+    let hosts = [
+        (
+            client,
+            "client",
+            ["192.0.2.1", "02:00:00:00:00:01"],
+            ["192.0.2.2", "02:00:00:00:00:02"],
+        ),
+        (
+            server,
+            "server",
+            ["192.0.2.2", "02:00:00:00:00:02"],
+            ["192.0.2.1", "02:00:00:00:00:01"],
+        ),
+    ];
+    // Neighbours are known and IPv6 is quiet, so that only TCP is on the wire. A segment a frame:
+    // nobody after this link would cut a larger one.
+    for (host, name, [ip, mac], [other_ip, other_mac]) in hosts {
+        let between = between.path();
+        host.ip(&format!(
+            "link add {name} address {mac} type veth peer name to-{name} netns {between}\n\
+             link set dev {name} addrgenmode none\n\
+             link set dev {name} gso_max_segs 1\n\
+             address add {ip}/30 dev {name}\n\
+             link set dev {name} up\n\
+             neighbour add {other_ip} lladdr {other_mac} dev {name} nud permanent\n"
+        ))?;
+    }
+    between.ip("link set dev to-client addrgenmode none\n\
+         link set dev to-client up\n\
+         link set dev to-server addrgenmode none\n\
+         link set dev to-server up\n")
+}
